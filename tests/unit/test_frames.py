@@ -12,6 +12,8 @@ from fake_run import curve, empty_snapshot, fake_pipeline, fake_snapshot
 
 from workbench.history.snapshot import Timeline
 from workbench.views.live.frames import make_frame
+from workbench.views.live.svg import run_svg
+from workbench.views.text import report
 
 
 class Browser:
@@ -84,7 +86,8 @@ def test_only_what_changed_is_sent():
     one, two = fake_snapshot(step=500), fake_snapshot(step=503)
     frame, buffer = make_frame(two, one, 1, 0)
     _, whole = make_frame(two, None, 1)
-    assert rows(frame) == {"loss": 3, "throughput": 3, "timeline": 3, "workers": 4}
+    found = {"loss": 3, "throughput": 3, "timeline": 3, "workers": 4, "more:eval accuracy": 1}
+    assert rows(frame) == found
     assert len(buffer) < len(whole) / 20
     assert "title" not in frame["head"]
     assert "progress" in frame["head"]
@@ -140,3 +143,17 @@ def test_a_pipelines_stages_are_sent_once_and_its_bubbles_as_they_change():
     assert len(browser.head["split"]["rows"]) == 4
     assert browser.tables["workers"][:, 9] == pytest.approx([w.bubble for w in story[-1].workers])
     assert play([fake_snapshot(4)]).head["split"] is None
+
+
+def test_each_metric_of_the_evaluations_is_a_curve_of_its_own():
+    found = [
+        {"step": step, "epoch": 0, "loss": 1.0, "seconds": 0.1, "accuracy": step / 100}
+        for step in (20, 40)
+    ]
+    shot = replace(fake_snapshot(step=60, logged=True), evals=[*found, {"step": 50, "f1": 0.5}])
+    browser = play([replace(shot, evals=found[:1]), shot])
+    assert browser.head["curves"] == ["more:lr", "more:grad norm", "more:eval accuracy"]
+    np.testing.assert_allclose(browser.tables["more:eval accuracy"][:, :2], [[20, 0.2], [40, 0.4]])
+    assert "eval accuracy" in report(shot)
+    assert "eval accuracy" in run_svg(shot)
+    assert "eval f1" not in shot.more  # a single value is no curve

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,3 +221,28 @@ class Snapshot:
     color: int = 0
     place: str = ""
     staffing: Staffing | None = None
+
+    @property
+    def more(self) -> dict[str, Curve]:
+        """All curves besides loss and throughput: of the strategy, of the user, of the metrics."""
+        return {**self.extra, **self.logged, **self.evaluated}
+
+    @property
+    def evaluated(self) -> dict[str, Curve]:
+        """Curves of the metrics, for example `eval accuracy`: name -> a point per evaluation.
+
+        The loss of evaluations is on the loss curve. A metric with one value has no curve.
+        """
+        points: dict[str, list[tuple[float, float]]] = {}
+        for one in self.evals:
+            for name, value in one.items():
+                known = isinstance(value, (int, float)) and "step" in one
+                if known and name not in ("step", "epoch", "seconds", "loss"):
+                    points.setdefault(f"eval {name}", []).append((float(one["step"]), value))
+        return {name: _curve(found) for name, found in points.items() if len(found) > 1}
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> Curve:
+    """Return a curve through (step, value) points; their times are not known."""
+    step, value = np.array(points, dtype=np.float64).T
+    return Curve(step, np.full(len(step), np.nan), value, value, value)

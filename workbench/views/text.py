@@ -392,7 +392,7 @@ def report(snapshot: Snapshot) -> str:
     if drawn:
         first, last = number(float(curve.mean[0])), number(float(curve.mean[-1]))
         lines += ["", f"loss {first} {drawn} {last}"]
-    for name, more in {**snapshot.extra, **snapshot.logged}.items():
+    for name, more in snapshot.more.items():
         if len(more):
             lines.append(
                 f"{name} {sparkline(more.mean.tolist(), 24)} {number(float(more.mean[-1]))}"

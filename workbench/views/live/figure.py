@@ -112,7 +112,7 @@ def run_figure(snapshot: Snapshot) -> Figure:
     from matplotlib.figure import Figure
 
     rows = max(1, len(snapshot.workers)) * _ROW_IN + _PAD_IN
-    more = {**snapshot.extra, **snapshot.logged}
+    more = snapshot.more
     more_rows = -(-len(more) // 3)
     head = _head(snapshot)
     heights = [head.height_in, _CHART_IN, rows, rows + 0.2]
@@ -319,7 +319,7 @@ def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
 
 
 def _draw_more(bands: Any, curves: dict[str, Curve]) -> None:
-    """Draw the curves of the strategy and of the user, three in a row."""
+    """Draw all curves besides loss and throughput, three in a row."""
     names = list(curves)
     for row, band in enumerate(bands):
         for column, axes in enumerate(band.subplots(1, 3)):

@@ -150,7 +150,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "labels": [text.worker_label(w) for w in snapshot.workers],
         "evals": [_finite(e) for e in snapshot.evals],
         "changes": text.change_labels(snapshot),
-        "curves": [*(f"extra:{k}" for k in snapshot.extra), *(f"log:{k}" for k in snapshot.logged)],
+        "curves": [f"more:{name}" for name in snapshot.more],
         "split": _split(snapshot),
         "bubbles": _bubbles(snapshot),
         "origin_s": origin,
@@ -200,8 +200,7 @@ def _origin(timeline: Timeline) -> float:
 
 def _curves(snapshot: Snapshot) -> dict[str, Curve]:
     found = {"loss": snapshot.loss_curve, "throughput": snapshot.throughput_curve}
-    found.update({f"extra:{name}": curve for name, curve in snapshot.extra.items()})
-    found.update({f"log:{name}": curve for name, curve in snapshot.logged.items()})
+    found.update({f"more:{name}": curve for name, curve in snapshot.more.items()})
     return found
 
 

@@ -279,9 +279,9 @@ def _legend(y: float) -> list[str]:
 
 
 def _more(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
-    """Draw the curves of the strategy and of the user, three in a row."""
+    """Draw all curves besides loss and throughput, three in a row."""
     body: list[str] = []
-    curves = {**snapshot.extra, **snapshot.logged}
+    curves = snapshot.more
     width, height = 263, 64
     for index, (name, curve) in enumerate(curves.items()):
         left, top = MARGIN + index % 3 * (width + 20), y + 14 + index // 3 * (height + 48)
