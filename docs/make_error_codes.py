@@ -53,7 +53,7 @@ TOLD: dict[str, str] = {
     "WB-RUN-064": "{why the run could not begin}",
     "WB-RUN-066": "{rank} failed: {its error} / {rank} died: {how} / {rank} stalled",
     "WB-RUN-068": "{the notebook that has the run now}",
-    "WB-RUN-070": "{why no fresh engine could replace a spent engine}",
+    "WB-RUN-070": "{why no new engine could replace a spent engine}",
     "WB-RUN-082": "{rank} died: {how, and why the run did not continue without it}",
     "WB-RUN-083": "{rank} died: {how, and why the run could not start again}",
     "WB-RUN-084": "{rank} died: {how, and the error when the run started again}",

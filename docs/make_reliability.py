@@ -121,7 +121,7 @@ HELD = {
     "paths": "open files and devices that have a path",
     "rss_mb": "memory (RSS), MB",
     "pss_mb": "memory (PSS), MB",
-    "processes": "processes that it started",
+    "processes": "processes that the kernel started",
 }
 
 
@@ -285,7 +285,7 @@ def a_class(found: dict[str, Any]) -> str:
         f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
         f"{STUDENTS} / {one['notebooks']} × "
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, and after about "
-        f"{server_s:.0f} s on {SERVER_CORES} cores if twice the cores mean half the time. "
+        f"{server_s:.0f} s on {SERVER_CORES} cores, if twice the cores halve the time. "
         f"So use a server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
     ]
     return "\n".join(lines)

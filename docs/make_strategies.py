@@ -24,8 +24,8 @@ HEAD = """# Strategies
 
 A strategy divides the work and the parameters among the workers. The same recipe runs under every
 strategy: you only change the word after `%%distributed`. `-o name=value` sets an option of the
-strategy. Instead of the strategy's name you can also write the word of another system or the name
-of a class: `megatron`, `DistributedDataParallel`, `MultiWorkerMirroredStrategy`.
+strategy. Instead of the strategy's name you can also write the name of a class, or the name that
+another system uses: `DistributedDataParallel`, `MultiWorkerMirroredStrategy`, `megatron`.
 
 All strategies except `tpu` are tested on the CPUs of one machine. For `tpu`, tests check only the
 errors that appear if there is no TPU. Nothing on this page was ever run on a GPU, on a TPU or on

@@ -150,12 +150,12 @@ def _loaded(
     held = {name: np.asarray(found[name], dtype=float) for name in names}
     c.need(
         not _same(held["back"], held["unloaded"]),
-        f"{words}`load` did not change the fresh model.",
+        f"{words}`load` did not change the new model.",
         "model.load_state_dict(...) puts weights into a model",
     )
     c.need(
         bool(found["training"]),
-        f"{words}`load` put the fresh model into evaluation mode, but the training continues.",
+        f"{words}`load` put the new model into evaluation mode, but the training continues.",
         "in evaluation mode, layers such as BatchNorm and dropout do not behave as in training: "
         "does `load` call model.eval()?",
     )
@@ -371,9 +371,9 @@ def healed(c: Check) -> None:
     )
     c.expect(
         later == BATCH / 3,
-        "with the fresh worker, every worker has the same share as before the death",
+        "with the new worker, every worker has the same share as before the death",
         f"{later:g} samples are not the share of one of three workers",
-        "how many workers share the batch when the fresh worker has joined?",
+        "how many workers share the batch when the new worker has joined?",
     )
     c.expect(
         bool(same),
@@ -390,7 +390,7 @@ def lost_time(c: Check) -> None:
     cases = (
         (
             (2.0, 0.0, 1, 5e5),
-            "at each failure all workers pause twice: at the death, and when a fresh worker joins; "
+            "at each failure all workers pause twice: at the death, and when a new worker joins; "
             "return a fraction of the time, not seconds and not per cent",
         ),
         ((2.0, 0.0, 10, 5e5), "how often does any of n machines fail?"),

@@ -10,7 +10,7 @@ SECTIONS.push((() => {
       parts.cpu.append(bar, kit.h("b", {}));
       const summary = kit.h("summary", { title: "Show the engine's log" }, Object.values(parts));
       const log = kit.h("pre", { class: "wbp-log", tabindex: "0" }, "…");
-      const restart = kit.button("Restart", `Replace engine ${e.engine} with a fresh one`, () => ask(`Restart engine ${e.engine}?`, "cluster.restart", { engine: e.engine }));
+      const restart = kit.button("Restart", `Replace engine ${e.engine} with a new one`, () => ask(`Restart engine ${e.engine}?`, "cluster.restart", { engine: e.engine }));
       const again = kit.button("Reload", "Read the log again", () => load());
       const element = kit.h("details", { class: "wbp-engine" }, summary, kit.h("div", { class: "wbp-row" }, again, restart), log);
       const load = async () => { kit.text(log, (await app.do("cluster.log", { engine: e.engine })) || "The log is empty."); log.scrollTop = log.scrollHeight; };
@@ -61,7 +61,7 @@ SECTIONS.push((() => {
     };
     for (const [name, field] of Object.entries(fields)) field.root.classList.add(`wbp-where-${name}`);
     const start = kit.button("Start", "Start this many engines", () => app.do("cluster.start", { count: Number(count.read()), devices: devices.read() }), "wbp-primary");
-    const restart = kit.button("Restart", "Replace all engines with fresh ones", () => ask("Restart all engines?", "cluster.restart"));
+    const restart = kit.button("Restart", "Replace all engines with new ones", () => ask("Restart all engines?", "cluster.restart"));
     const stop = kit.button("Stop cluster", "End all engines and everything that runs on them", () => ask("Stop the cluster?", "cluster.stop"));
     const sure = kit.h("div", { class: "wbp-sure", role: "alertdialog", "aria-label": "Are you sure?", hidden: true });
     const cancel = kit.button("Cancel", "Cancel the start of the engines", () => { cancel.disabled = true; app.do("cluster.cancel"); });
