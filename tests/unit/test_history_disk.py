@@ -22,9 +22,11 @@ from workbench.errors import RunDamagedWarning, RunError
 from workbench.execution.registry import load
 from workbench.execution.run import Run
 from workbench.history import disk, folders, store
+from workbench.history.analysis.summary import summarise
 from workbench.notebook.compare import compare
 from workbench.shared.events import Gained, Healed, Joined, Shed, Topic
 from workbench.shared.plan import make_plan
+from workbench.shared.record import FLAG_LOSS_SEEN
 
 
 def write_run(folder: Path, rows: np.ndarray, **meta: object) -> Path:
@@ -426,3 +428,16 @@ def test_what_happens_after_a_runs_files_were_counted_is_not_written_to_them(
     run.tell(Joined(ranks=[1], step=5, seconds=0.1, workers=3))
     assert not (tmp_path / disk.KERNELS_EVENTS).exists()
     assert len(run.events) == 1
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_lost_loss_is_known_from_the_disk_and_from_a_copy(tmp_path: Path, first: int) -> None:
+    rows = make_rows(4, 1)
+    rows["local_loss"][first:] = np.nan
+    rows["flags"] |= FLAG_LOSS_SEEN
+    _, history = store.read_run(write_run(tmp_path / "run", rows))
+    history.write(tmp_path / "copy")
+    disk.write_meta(tmp_path / "copy", {"ranks": [5]})
+    for found in (history, store.read_run(tmp_path / "copy")[1]):
+        assert found.story.facts[Topic.LOSS_LOST] == first
+        assert summarise(found, {"strategy": "one_device", "name": "lost"}).diverged

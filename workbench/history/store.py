@@ -227,6 +227,9 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             rows = unreduced(self._table, self._phases, skewed=self._reduced.skewed)
             events = [event for one in self._heard if (event := _of_copy(*one)) is not None]
             events += _logged_events(self._logged, rows)
+            if note := self._reduced.health.note:  # the rows do not say that a NaN was returned
+                lost = {"topic": Topic.LOSS_LOST, "value": self._reduced.health.step}
+                events.append(("note", {"text": note, **lost}))
             if self.stride > 1:
                 text = (
                     f"This copy has only one of every {self.stride} steps, because the run could "
@@ -341,6 +344,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if self._live is not None:
                 self._fold()
                 self._reduced.finish()
+                self._tell_health()
 
     def rest(self, folder: Path) -> bool:
         """Free the rows of an ended run if its folder has all of them.
@@ -476,7 +480,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     def _awake(self) -> Reducer:
         if not self._rests_in.is_dir():
             raise RunError(
-                "The rows of this run were on disk and have been deleted.",
+                "The recorded steps of this run were on disk and have been deleted.",
                 seen=str(self._rests_in),
                 next_step="for later runs, run.save(path) keeps a copy in another folder",
                 code="WB-RUN-045",
@@ -523,9 +527,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         if self._counted:
             rows = rows[rows["step"] >= self._counted]
         reduced.add(rows)
-        if note := reduced.health.note:
-            said = Noted(text=note, topic=Topic.LOSS_LOST, value=reduced.health.step)
-            self.story.fold(said, float(rows["end_s"].max(initial=0.0)))
+        self._tell_health()
+
+    def _tell_health(self) -> None:
+        """Note the step from which the loss is lost, whether rows arrive or are read again."""
+        health, last_s = self._reduced.health, self._reduced.totals.last_s
+        if health.note:
+            said = Noted(text=health.note, topic=Topic.LOSS_LOST, value=health.step)
+            self.story.fold(said, max(float(last_s.max(initial=0.0)), 0.0))
 
     def _narrow(self, step: int, ranks: Sequence[int]) -> None:
         self._phases.append((step, tuple(ranks)))
@@ -544,6 +553,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         for name, fields in disk.read_events(folder):
             if name == Logged.name and isinstance(event := read(name, fields), Logged):
                 self._log(event, float(fields.get("t_s") or 0.0))
+        self._tell_health()
 
     def _log(self, event: Logged, t_s: float) -> None:
         step, rank = int(event.step), int(event.rank)
@@ -595,7 +605,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     row_bytes = meta.pop(disk.ROW_BYTES, None)
     if meta and row_bytes != RECORD.itemsize:
         raise RunError(
-            "The run was saved by another version of Workbench, whose rows have another format.",
+            "The run was saved by another version of Workbench, in another format.",
             seen=f"rows of {row_bytes or 'unknown'} bytes",
             allowed=f"{RECORD.itemsize} bytes",
             next_step="load the run with the version of Workbench that saved it",
