@@ -32,12 +32,12 @@ for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print("trained", dist.get_rank())
+print("trained", dist.get_rank(), torch.get_num_threads())
 if sys.argv[2:] == ["fail"]:
     raise ValueError("on purpose")
 dist.destroy_process_group()
 """
-ENV = {**os.environ, "OMP_NUM_THREADS": "1",
+ENV = {**os.environ, "OMP_NUM_THREADS": "3",
        "PYTHONPATH": str(Path(cli.__file__).parents[1])}  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_a_script_that_knows_nothing_of_workbench_is_run_recorded_and_compared(f
     assert set(end) == set(telling.END)
     assert (end["state"], end["figures"]["workers"], end["figures"]["steps"]) == ("finished", 2, 40)
     assert end["folder"] == str(folder / "workbench-runs" / "train" / "1")
-    assert "trained 1" in err
+    assert "trained 1 3" in err  # with the threads that the user set
     place = str(folder / "workbench-runs" / "train")
     status, (found,), _ = told(folder, "compare", place, "--fail-if", "steps < 40 abs")
     assert (status, found["runs"][0]["steps"]) == (0, 40)

@@ -15,6 +15,7 @@ from workbench.devices import discovery, leases, mask
 from workbench.devices.discovery import Build, Device, Survey, discover, survey
 from workbench.errors import ClusterError, PlanError
 from workbench.execution.requests import lease_of, make_specs
+from workbench.shared import cluster_env
 
 USED = (5, 1, 3, 1)
 
@@ -460,8 +461,25 @@ def test_cpu_needs_no_nvml(monkeypatch):
 @pytest.mark.parametrize(
     ("workers", "cores", "threads"), [(1, 8, 8), (3, 8, 2), (8, 8, 1), (9, 8, 1)]
 )
-def test_threads_divide_the_cores_and_never_reach_zero(workers, cores, threads):
+def test_threads_divide_the_cores_and_never_reach_zero(monkeypatch, workers, cores, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert leases.threads_per_worker(workers, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("value", "torchrun", "threads"),
+    [("3", False, 3), ("3,2", False, 3), ("1", False, 1), ("many", False, 4), ("0", False, 4),
+     ("1", True, 4), ("3", True, 3)],
+)  # fmt: skip
+def test_the_users_number_of_threads_counts(monkeypatch, value, torchrun, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv(cluster_env.THREADS, raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert leases.threads_per_worker(2, 8) == threads
+    monkeypatch.setenv(cluster_env.THREADS, "1")  # `workbench run` knows that the user set it
+    assert leases.threads_per_worker(2, 8) == 1
 
 
 @pytest.mark.parametrize(

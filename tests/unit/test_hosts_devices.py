@@ -243,14 +243,16 @@ def test_an_engine_that_moved_to_another_host_gets_a_gpu_of_that_one() -> None:
     assert [one.device for one in moved.leases] == ["cuda:0", "cuda:1"]
 
 
-def test_threads_and_cores_are_those_of_each_host() -> None:
+def test_threads_and_cores_are_those_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     hosts = host_of(0, cores=16), host_of(1, cores=4, slots=2)
     specs = specs_of(pool_on(*hosts, engines=6), 6)
     assert [(one.threads, one.cores) for one in specs] == [(4, 16)] * 4 + [(2, 4)] * 2
     assert [one.neighbours for one in specs[3:5]] == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_cores_that_mpi_has_bound_its_ranks_to_add_up() -> None:
+def test_cores_that_mpi_has_bound_its_ranks_to_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     bound = [host_of(i, cores=4, cpus=range(4 * i, 4 * i + 4), token="t", slots=1) for i in (0, 1)]
     assert [one.threads for one in specs_of(pool_on(*bound, engines=2), 2)] == [4, 4]
     free = [host_of(i, cores=8, cpus=range(8), token="t", slots=1) for i in (0, 1)]

@@ -34,9 +34,7 @@ from .forkserver import keeper
 FORK = "WORKBENCH_FORK"
 """Environment variable: `off` starts engines fresh, as where no process can be forked."""
 _DEFAULTS = {
-    # Threads that spin while they wait for each other block each other when the machine runs other
-    # programs: one_device with two threads ran 15 to 40 times slower beside other work.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    **cluster_env.WAITS_PASSIVELY,
     # TensorFlow would take all memory of every GPU it sees, also where a cell imports it by itself.
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
@@ -145,7 +143,7 @@ def can_fork(framework: str = "torch") -> tuple[bool, str]:
     if asked == "off":
         return False, f"{FORK}=off is set"
     if not sys.platform.startswith("linux"):
-        return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
+        return False, f"forking after imports is safe only on Linux, but this is {sys.platform}"
     if not installed(framework):
         return False, f"{framework} is not installed"
     return True, ""
@@ -211,12 +209,12 @@ EXCERPT_LINES = 8
 PIDFD_POLL_S = 0.5
 
 _MEANING = {
-    "SIGSEGV": "a segmentation fault: native code used memory that is not its own",
+    "SIGSEGV": "a segmentation fault: native code used an invalid memory address",
     "SIGBUS": "native code used memory that does not exist; shared memory may be full",
     "SIGABRT": "native code called abort()",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "native code used an instruction that this processor does not have",
-    "SIGTERM": "another process or a user asked it to end",
+    "SIGTERM": "sent by another process or by a user",
     "SIGXCPU": "the process reached its limit of CPU time",
 }
 _NOISE = re.compile(r"\[IPEngine\]|\[IPController\]|^\s*$|^\d{4}-\d\d-\d\d [\d:., ]+\[")
@@ -226,7 +224,7 @@ _SHELL = re.compile(r"[/\\]IPython[/\\]core[/\\]")  # below it is nothing of the
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended; as text `killed by SIGKILL (perhaps out of memory: it held 3.1 GB)`.
+    """How a process ended; as text `killed by SIGKILL (perhaps out of memory: it used 3.1 GB ..)`.
 
     Attributes:
         signal: Name of the signal that killed it; empty if none did.
@@ -353,7 +351,7 @@ def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
         return Ending(what=f"it ended together with {end.parent}", with_all=True)
     if by_us:
         return Ending(end.text, hint=by_us)
-    held = f"it held {end.held_bytes / 1e9:.1f} GB" if end.held_bytes else ""
+    held = f"it used {end.held_bytes / 1e9:.1f} GB of memory" if end.held_bytes else ""
     if end.signal == signal.SIGKILL:
         return Ending(end.text, hint=_why_killed(end.held_bytes, held, memory))
     meaning = _MEANING.get(end.text, "")
@@ -366,7 +364,7 @@ def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
     if memory.logged:
         return f"out of memory according to the system's log: {held}" if held else "out of memory"
     if memory.kills > 0:
-        words = "out of memory according to the system's counter"
+        words = "out of memory according to the system's counter of killed processes"
         return f"{words}: {held}" if held else words
     if memory.total_bytes and held_bytes >= LIKELY_SHARE * memory.total_bytes:
         return f"perhaps out of memory: {held}"

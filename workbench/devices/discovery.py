@@ -180,7 +180,7 @@ class _Reader:
         if not all(one.uuid for one in found):  # CUDA takes numbers too, but not both kinds
             found = [replace(one, uuid=str(one.number)) for one in found if one.part < 0]
         return [replace(one, index=i) for i, one in enumerate(found)], (
-            "none of the GPUs can be used"
+            "Workbench cannot use any GPU"
         )
 
     def cuda(self) -> tuple[int, int] | None:
@@ -272,8 +272,8 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
     if numbers and not by_bus and len({one.name for one in found}) > 1:
         notes.append(
             f"Workbench reads CUDA_VISIBLE_DEVICES={wanted} in the order of the PCI bus, as "
-            "nvidia-smi does. But CUDA counts the fastest GPU first, and these GPUs are of "
-            "different kinds. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same order."
+            "nvidia-smi does. But CUDA counts the fastest GPU first, and these GPUs are "
+            "different models. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same order."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]
 

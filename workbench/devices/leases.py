@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ClusterError, PlanError
+from ..shared.cluster_env import THREADS
 from . import limits
 from .discovery import PROVED_ON, Device, Survey, survey
 from .mask import KINDS
@@ -139,7 +140,15 @@ def _cgroup_cores() -> int | None:
 
 
 def threads_per_worker(workers: int, cores: int | None = None) -> int:
-    """Return the CPU threads each worker of a run gets: cores // workers, at least 1."""
+    """Return the CPU threads of each worker: OMP_NUM_THREADS, or else cores // workers, at least 1.
+
+    torchrun sets the variable to 1 if the user has not; such a 1 does not count.
+    """
+    found = os.environ.get("OMP_NUM_THREADS", "")
+    by_torchrun = found == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    wanted = os.environ.get(THREADS, "" if by_torchrun else found).split(",")[0].strip()
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
     return max(1, (cpu_count() if cores is None else cores) // max(1, workers))
 
 
@@ -245,7 +254,7 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
                 seen=index,
                 allowed=", ".join(map(str, known)) + _limit(),
                 next_step="use only GPUs in CUDA_VISIBLE_DEVICES; or remove --devices, so that "
-                "Workbench chooses",
+                "Workbench chooses the GPUs",
                 code="WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
@@ -280,18 +289,16 @@ def _least_used(
 
 def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]) -> str:
     held = {gpu.place: taken[gpu.uuid] for gpu in gpus if gpu.uuid in taken}
-    said = [f"{place} is held by {who}" for place, who in held.items()]
+    said = [f"{place} is reserved by {who}" for place, who in held.items()]
     if any(gpu.part >= 0 for gpu in gpus) and workers > 1:
         said.append("MIG instances cannot form an NCCL group")
     count = f"{workers} worker{'s' if workers > 1 else ''}"
     have = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
-    ways = (
-        ["with -n 1, the one worker takes a GPU"] if workers > 1 and len(held) < len(gpus) else []
-    )
+    ways = ["with -n 1, the worker uses a GPU"] if workers > 1 and len(held) < len(gpus) else []
     ways.append(
         "with --devices cuda, the workers share the GPUs"
         if workers > 1
-        else ("with --devices cuda, the worker takes the GPU anyway")
+        else ("with --devices cuda, the worker uses the GPU anyway")
     )
     because = f" ({'; '.join(said)})" if said else ""
     return (
@@ -331,8 +338,8 @@ def _sharing_words(workers: int, gpus: int) -> str:
         return ""
     return (
         f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. So their "
-        "step times do not show the speed of parallel training, and gloo is used instead of "
-        "NCCL."
+        "step times do not show the speed of parallel training, and the workers use gloo "
+        "instead of NCCL."
     )
 
 
@@ -451,9 +458,9 @@ class DevicePool:
         self._found = found.devices
         busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
         self._notes = found.notes + tuple(
-            f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS, and another process already uses "
-            f"it (pid {gpu.pids[0]}), so no engine can use it. nvidia-smi shows the owner of "
-            "this process."
+            f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS, and another process (pid "
+            f"{gpu.pids[0]}) already uses this GPU. So no engine can use this GPU. nvidia-smi "
+            "shows the owner of this process."
             for gpu in busy
         )
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
@@ -490,7 +497,9 @@ class DevicePool:
             others: Mapping[str, Holder] = {}
             if self._reserves:
                 others = self.reservations.take(leases.gpus, partly=explicit)
-            notes = [f"{self._place(gpu, leases)} is held by {who}" for gpu, who in others.items()]
+            notes = [
+                f"{self._place(gpu, leases)} is reserved by {who}" for gpu, who in others.items()
+            ]
             if not others or explicit:
                 self.held = True
                 return self._settle(workers, leases, notes)
@@ -499,9 +508,9 @@ class DevicePool:
             self._gpus = self._gpus if self.held else ()
             self._open.clear()
         raise ClusterError(
-            f"Another notebook holds GPUs that this cluster's engines need: {'; '.join(notes)}.",
-            allowed="the GPUs with which the engines started, when these GPUs are free again",
-            next_step="run %cluster restart to use GPUs that are free; all variables will be lost",
+            f"Another notebook has reserved GPUs of this cluster's engines: {'; '.join(notes)}.",
+            allowed="the GPUs with which the engines started, when no other notebook uses them",
+            next_step="run %cluster restart to use other GPUs; all variables will be lost",
             code="WB-CLUSTER-056",
         )
 

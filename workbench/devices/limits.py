@@ -43,9 +43,7 @@ VARIABLES = {
 }
 _ALLOWED = {
     "max_engines": "a whole number, at least 1",
-    "devices": (
-        '"all", "cpu", or GPUs with their numbers or names from nvidia-smi: "0,2", "GPU-5f3e"'
-    ),
+    "devices": ('"all", "cpu", or GPU numbers or UUIDs from nvidia-smi: "0,2", "GPU-5f3e"'),
     "idle_timeout": 'a time such as "45m", "2h" or "90s", or "never"',
     "hosts": "true if engines may run on other machines, otherwise false",
 }
@@ -84,9 +82,9 @@ class Limits:
         engines = f"{elsewhere} engine{'s' if elsewhere > 1 else ''}"
         others = f"; your other clusters have {engines}" if elsewhere else ""
         raise PlanError(
-            f"The administrator limits the engines of each user to {self.max_engines}{others}.",
+            f"The administrator allows each user {self.max_engines} engines at most{others}.",
             seen=wanted,
-            allowed=f"{max(0, self.max_engines - elsewhere)} or fewer engines here "
+            allowed=f"{max(0, self.max_engines - elsewhere)} or fewer engines in this cluster "
             f"({self.sources.get('max_engines')})",
             next_step=(
                 "run workbench ps to see your other clusters, and workbench stop ID to end "
@@ -407,11 +405,11 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     if launcher == "local":
         return (
             f"--listen {listen}: the traffic on this address is signed, but not encrypted. "
-            f"Engines on this machine do not need --listen, so remove it (see {PAGE})"
+            f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
         )
-    whose = "workers'" if encrypted else "engines'"
+    whose = "between the workers" if encrypted else "of the engines"
     return (
-        f"--launcher {launcher}: {whose} traffic is not encrypted. Use a private network (see "
+        f"--launcher {launcher}: the traffic {whose} is not encrypted. Use a private network (see "
         f"{PAGE})"
     )
 

@@ -162,9 +162,9 @@ def trouble() -> str:
     if os.environ.get(VARIABLE) == "off" or _folder(make=True) is not None:
         return ""
     return (
-        f"GPUs cannot be reserved, because {_path()} is not a folder that every user can write to "
-        "(mode 1777). So other notebooks may use the same GPUs. An administrator can create "
-        "this folder."
+        f"Workbench cannot reserve GPUs, because {_path()} is not a folder that every user can "
+        "write to (mode 1777). So other notebooks may use the same GPUs. An administrator can "
+        "create this folder."
     )
 
 

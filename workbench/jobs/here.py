@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ..errors import PlanError, WorkbenchError
+from ..shared.cluster_env import THREADS, WAITS_PASSIVELY
 from .telling import (
     FAILED,
     INTERRUPTED,
@@ -212,7 +213,7 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
             seen=f"--strategy {shlex.quote(given.strategy)}",
             allowed="a strategy and its flags, without " + ", ".join(ignored),
             next_step="workbench run --strategy 'mirrored --seed 1' "
-            f"{shlex.quote(given.what)} (write --out and --plain before --strategy, not into it)",
+            f"{shlex.quote(given.what)} (write --out and --plain before --strategy)",
             code="WB-PLAN-261",
         )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))
@@ -348,13 +349,17 @@ class Started:
         return self._tell_end(teller)
 
     def _start(self, output: int | None) -> None:
+        env = WAITS_PASSIVELY | os.environ
+        if threads := env.get("OMP_NUM_THREADS"):
+            env[THREADS] = threads
         for one in self._wanted:
             if self._interrupted:
                 break
             self._processes.append(
                 subprocess.Popen(
-                    one.command, env={**os.environ, **one.env}, stdin=subprocess.DEVNULL,
-                    stdout=output, start_new_session=True, preexec_fn=_end_with_parent,
+                    one.command, env={**env, **one.env},
+                    stdin=subprocess.DEVNULL, stdout=output, start_new_session=True,
+                    preexec_fn=_end_with_parent,
                 )
             )  # fmt: skip
         if self._interrupted:  # the last process can be missing in the list

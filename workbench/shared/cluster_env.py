@@ -22,6 +22,11 @@ from ..errors import ClusterError, RunError
 
 MARK = "WORKBENCH_CLUSTER"
 """Environment variable of every process of a cluster: the cluster's folder."""
+WAITS_PASSIVELY = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that spin while they wait for each other block each other when the machine runs other
+programs: one process with two threads ran 15 to 40 times slower beside other work."""
+THREADS = "WORKBENCH_OMP_NUM_THREADS"
+"""Environment variable of the processes of `workbench run`: OMP_NUM_THREADS, if the user set it."""
 TMP = "tmp"
 PAGE_BYTES = 64 << 10
 BACKLOG = 1024
@@ -56,7 +61,7 @@ def export(path: Path, content: bytes) -> Path:
             f"The file cannot be written: {error.strerror}.",
             seen=str(path),
             allowed="a file in an existing folder, on a disk with free space",
-            next_step="free some disk space, or use another path",
+            next_step="delete some files on this disk, or use another path",
             code="WB-RUN-058",
         ) from error
     return path
