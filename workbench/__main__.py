@@ -22,8 +22,8 @@ def main() -> int:
         from .cli import main as all_commands
     except ModuleNotFoundError as error:
         print(
-            f"{error.name} is not installed. "
-            "`python -m workbench doctor` lists all that is missing.",
+            f"The package {error.name} is not installed. "
+            "`python -m workbench doctor` lists all missing packages.",
             file=sys.stderr,
         )
         return 1

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("workbench-demo"), help="folder for the results"
     )
     commands.add_parser(
-        "lab", help="open JupyterLab with the notebooks; other flags go to JupyterLab"
+        "lab", help="open JupyterLab with the notebooks; JupyterLab gets all other arguments"
     )
     add_cluster_commands(commands)
     add_lab_commands(commands)
@@ -296,8 +296,8 @@ SOURCES = "lab_*.md"
 OPENS = "`workbench lab` (without s) opens JupyterLab with the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
-Puts the exercises of each notebook into the original lab, and runs each lab in
-its own process.
+Copies the student's answers from each notebook into the original lab, and runs
+each of these labs in its own process.
 Exit status: 0 everything was graded and is correct; 1 everything was graded, but
 not everything is correct; 2 something could not be graded, or an argument is wrong."""
 
@@ -344,12 +344,12 @@ def _add_grade(commands: Any) -> None:
     add("--memory", type=float, default=4.0, metavar="GB",
         help="memory limit of a notebook (default 4)")  # fmt: skip
     add("--disk", type=float, default=5.0, metavar="GB",
-        help="limit for the files of a notebook (default 5)")  # fmt: skip
+        help="limit for the files that a notebook writes (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
         help="number of notebooks that are graded at the same time (default 1, because labs "
              "measure times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
-        help="the original lab (default: the one that the notebook names)")  # fmt: skip
+        help="the original lab (default: the lab that the notebook names)")  # fmt: skip
 
 
 def run_labs(given: argparse.Namespace) -> int:
@@ -402,8 +402,8 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "`workbench labs` makes notebooks from labs' sources, but this is not a lab's "
-                "source.",
+                "`workbench labs` makes notebooks from labs' sources, but this file is not a "
+                "lab's source.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
@@ -465,7 +465,7 @@ def _save(saved: Saved | None, content: str) -> bool:
         if saved is not None:
             saved.finish(content)
     except OSError as error:
-        print(f"--json could not be written: {error}", file=sys.stderr)
+        print(f"The file of --json could not be written: {error}", file=sys.stderr)
         return True
     return False
 
@@ -496,7 +496,7 @@ def _limits(given: argparse.Namespace) -> Limits:
     if given.json not in (None, "-"):
         folder = Path(given.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
-            raise PlanError("--json is not a writable file.", seen=given.json, code="WB-PLAN-023")
+            raise PlanError("--json needs a writable file.", seen=given.json, code="WB-PLAN-023")
     return Limits(
         cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
     )
@@ -517,7 +517,7 @@ def notebooks_folder() -> Path:
             return folder
     raise WorkbenchError(
         "The notebooks are not installed.",
-        next_step="clone the repository and install Workbench from it",
+        next_step="clone the repository, and install Workbench from the clone",
         code="WB-GEN-005",
     )
 

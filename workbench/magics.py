@@ -87,7 +87,7 @@ class WorkbenchMagics(Magics):
             had = cluster.pool.devices.held
             cluster.free()
             also = (
-                "; the engines' GPUs are free for other processes until the next cell or run"
+                "; other processes can use the engines' GPUs until the next cell or run"
                 if had
                 else ""
             )
@@ -119,7 +119,7 @@ class WorkbenchMagics(Magics):
         progress.done(cluster.status())
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
-            print(f"{count} engines already run; to use fewer engines: `%%distributed -n`")  # noqa: T201
+            print(f"{count} engines are running; to train on fewer engines, use -n")  # noqa: T201
         if why := cluster.engine_set.put_off:
             print(f"the framework was not imported before the start: {why}")  # noqa: T201
         if asked.keep:
@@ -280,8 +280,8 @@ class WorkbenchMagics(Magics):
         first, _, body = raw.lstrip().partition("\n")
         if first.startswith("%distributed") and meant_for_engines(body, self.shell.user_ns):
             raise PlanError(
-                "%distributed is a line magic without a cell. The lines below it would run in the "
-                "notebook.",
+                "%distributed is a line magic, so the lines below it would run in the notebook and "
+                "not on the engines.",
                 seen=first,
                 allowed="%%distributed above the code that the engines should run",
                 next_step=f"%{first}",

@@ -82,12 +82,14 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
-    add = "In each round, every worker adds the chunk that arrives and sends one chunk. Then each "
+    add = (
+        "In each round, every worker sends one chunk to the next worker, and adds the chunk that "
+        "it receives to its own. At the end, each worker has one finished chunk of the sum."
+    )
+    gather = "Each worker passes the finished chunks on, until all workers have the whole sum."
     return (
-        *scatter_ring(members, kind, unit, "Reduce-scatter", f"{add}holds one chunk of the sum."),
-        *scatter_ring(
-            members, kind, unit, "All-gather", "The finished chunks travel around the ring."
-        ),
+        *scatter_ring(members, kind, unit, "Reduce-scatter", add),
+        *scatter_ring(members, kind, unit, "All-gather", gather),
     )
 
 
@@ -137,20 +139,20 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
     phases = []
     if beyond:
         arrows = tuple(Arrow(a, b, kind, size) for a, b in beyond)
-        text = "Workers with a rank above the largest power of two send their tensors to a partner."
+        text = f"Each worker with rank {p} or higher sends its tensor to a partner."
         phases.append(Phase("Fold", text, arrows=arrows, formula=unit))
     for k in range(p.bit_length() - 1):
         arrows = tuple(
             Arrow(members[rank], members[rank ^ (1 << k)], kind, size) for rank in range(p)
         )
-        text = f"Workers whose ranks differ by {1 << k} exchange their sums and add them."
+        text = f"Two workers with ranks that differ by {1 << k} exchange their sums and add them."
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
     if beyond:
         arrows = tuple(Arrow(b, a, kind, size) for a, b in beyond)
         phases.append(
             Phase(
                 "Unfold",
-                "The partners send the sum back to these workers.",
+                f"The partners send the sum back to the workers with rank {p} or higher.",
                 arrows=arrows,
                 formula=unit,
             )
@@ -172,7 +174,10 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
         "In each group (a host or a block of workers), one worker is the leader. The leader adds "
         "up the tensors of its group."
     )
-    text = "The leaders add up their sums in a ring: 2(L-1) rounds, each with 1/L of the bytes."
+    text = (
+        "The L leaders add up their sums in a ring. This takes 2(L-1) rounds. In each round, each "
+        "leader sends 1/L of the bytes."
+    )
     return (
         Phase("Reduce in groups", within, arrows=up, formula=unit),
         *ring_at_once(leaders, kind, unit, "Between leaders", text, by="L"),
@@ -237,7 +242,7 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"A server first sends {what} to the server that holds a copy of its part, and then "
+        f"A server first sends {what} to the server with a copy of the same parameters. Then it "
         "answers the workers."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
@@ -247,8 +252,8 @@ def server_units(unit: str, servers: int) -> dict[str, str]:
     """Return the meaning of the unknowns of several servers; one server has none."""
     if servers < 2:
         return {}
-    parts = {f"{unit}{i}": f"bytes of the part that server {i} holds" for i in range(servers)}
-    return {"S": "number of servers; their parts have about the same size", **parts}
+    parts = {f"{unit}{i}": f"bytes of the parameters on server {i}" for i in range(servers)}
+    return {"S": "number of servers, which hold about the same number of bytes", **parts}
 
 
 def chain(
@@ -277,7 +282,8 @@ def chain(
 def handed_units(stages: int) -> dict[str, str]:
     """Return the meaning of the unknowns of a chain of stages."""
     return {
-        f"A{s}": f"bytes that stage {s} sends on for the whole batch" for s in range(stages - 1)
+        f"A{s}": f"bytes that stage {s} sends to the next stage for a whole batch"
+        for s in range(stages - 1)
     }
 
 
@@ -433,8 +439,20 @@ class Diagram:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
-        """Return the node with this id."""
-        return next(node for node in self.nodes if node.id == name)
+        """Return the node with this id.
+
+        Raises:
+            PlanError: The diagram has no such node.
+        """
+        found = next((node for node in self.nodes if node.id == name), None)
+        if found is None:
+            raise PlanError(
+                "The diagram has no node with this id.",
+                seen=name,
+                allowed=", ".join(node.id for node in self.nodes),
+                code="WB-PLAN-342",
+            )
+        return found
 
     def of_rank(self, rank: int) -> Node:
         """Return the worker with this rank."""
@@ -450,7 +468,11 @@ class Diagram:
 
         Returns:
             Bytes; NaN if a needed unknown is missing.
+
+        Raises:
+            PlanError: The diagram has no such node.
         """
+        self.node(name)
         return float(
             sum(
                 arrow.factor * units.get(arrow.size.unit, float("nan"))
@@ -501,15 +523,15 @@ def messages(
     entry = lookup(strategy, framework)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise PlanError(
-            "workers must be a whole number of at least 1.",
+            "The argument `workers` must be a whole number, 1 or more.",
             seen=workers,
             allowed="1 or more",
             code="WB-PLAN-008",
         )
     if workers > MOST_WORKERS:
         raise PlanError(
-            "A diagram with this number of workers is not readable.", seen=f"workers={workers}",
-            allowed=f"1 to {MOST_WORKERS}", next_step="draw 8 workers, because the pattern is "
+            "A diagram with so many workers is not readable.", seen=f"workers={workers}",
+            allowed=f"1 to {MOST_WORKERS}", next_step="draw 8 workers: the pattern is "
             "the same",
             code="WB-PLAN-009",
         )  # fmt: skip

@@ -26,8 +26,8 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "split_at", "str", None, optional=True,
-        help="layers with which a stage begins, by name or number, for example 2,5 or conv2,fc1; "
-        "`none`: chosen from measured times",
+        help="first layers of the stages, by name or number, for example 2,5 or conv2,fc1; "
+        "`none`: Workbench measures the layers and chooses",
     ),
 )  # fmt: skip
 
@@ -69,8 +69,8 @@ TORCH: tuple[Strategy, ...] = (
                 "allreduce", "choice", "auto",
                 choices=("auto", "backend", "ring", "hierarchical", "reduce_to_one",
                          "recursive_doubling"),
-                help="how gradients are added up; `auto` measures and takes the fastest; "
-                "`backend` is the all-reduce of gloo or NCCL",
+                help="all-reduce algorithm that adds up the gradients; `auto` measures the "
+                "algorithms and uses the fastest; `backend` is the all-reduce of gloo or NCCL",
             ),
             Option(
                 "compress", "str", "none", pattern=COMPRESSIONS,
@@ -86,7 +86,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "find_unused_parameters", "bool", False,
-                help="finds in each step the parameters that were not used for the loss (slower)",
+                help="in each step, finds the parameters that the loss does not use (slower)",
             ),
             Option(
                 "sync_batchnorm", "bool", False,
@@ -104,7 +104,7 @@ TORCH: tuple[Strategy, ...] = (
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
         suits="few devices on a host; the optimizer's state is in the host's memory and takes no "
-        "memory of the devices",
+        "device memory",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -129,13 +129,13 @@ TORCH: tuple[Strategy, ...] = (
         name="parameter_server",
         framework="torch",
         term="asynchronous data parallelism (parameter server)",
-        summary="Servers hold the parameters. Each worker pulls them and pushes gradients at its "
-        "own speed.",
+        summary="Servers hold the parameters. Each worker pulls parameters and pushes gradients at "
+        "its own speed.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
         keeps="weights",
         messages="workbench.catalog.step_messages:parameter_server",
-        suits="workers of different speed; large tables of which a step uses only a few rows; "
-        "experiments with stale gradients",
+        suits="workers with different speeds; large embedding tables, if each step uses only a "
+        "few rows; experiments with stale gradients",
         shares_gpu=True,
         sheds=True,
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
@@ -147,9 +147,8 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint, the pushes that were on their way when the "
-        "checkpoint was taken, and the steps by which other workers were ahead of worker 0; with "
-        "sync=true it loses only the steps since the checkpoint",
+        loses="the steps since the last checkpoint; with sync=false also the pushes that were on "
+        "their way, and the steps that other workers were ahead of worker 0",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
@@ -181,8 +180,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "sync", "bool", False,
-                help="the gradients of all workers make one step (BSP), with the same result as "
-                "one device",
+                help="each step uses the gradients of all workers (BSP); the result is the same "
+                "as on one device",
             ),
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
@@ -220,13 +219,13 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "reshard", "bool", True,
-                help="frees gathered layers between forward and backward, as ZeRO-3 does; "
-                "`false`: they stay until backward has used them",
+                help="removes gathered layers from memory after the forward pass, as ZeRO-3 does; "
+                "`false`: gathered layers stay in memory until backward has used them",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
-                help="which workers get the whole trained model at the end: `all`, or only rank "
-                "0 (`first`)",
+                help="`all`: at the end, every worker gets the whole trained model; `first`: "
+                "only rank 0 gets it",
             ),
         ),
     ),
@@ -234,8 +233,8 @@ TORCH: tuple[Strategy, ...] = (
         name="model_split",
         framework="torch",
         term="pipeline (model) parallelism",
-        summary="The model is cut into stages, one or more on each worker. Microbatches follow "
-        "each other through the stages.",
+        summary="The model is cut into stages, one or more on each worker. Microbatches go "
+        "through the stages one after the other.",
         module="workbench.strategies.torch.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:model_split",
@@ -291,7 +290,7 @@ TORCH: tuple[Strategy, ...] = (
         keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
         suits="models with wide layers, on workers with fast links",
-        unhealed="of each layer, each worker holds a part that no other worker has",
+        unhealed="each worker holds a part of each layer, and no other worker has this part",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
         aliases=("tp", "megatron"),
         links=True,
@@ -306,8 +305,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
-                help="which workers get the whole trained model at the end: `all`, or only rank "
-                "0 (`first`)",
+                help="`all`: at the end, every worker gets the whole trained model; `first`: "
+                "only rank 0 gets it",
             ),
         ),
     ),
@@ -327,7 +326,7 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
         heals=True,
-        dies_with="the dead worker's steps since the last average, and its optimizer's state",
+        dies_with="the dead worker's steps since the last average, and the state of its optimizer",
         loses="the steps since the last checkpoint; if the number of workers changes, it also "
         "loses the differences between replicas, because all replicas start from their mean",
         linear_only=True,
@@ -337,13 +336,13 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "every", "int", 8, minimum=1,
-                help="number of steps between two averages; with every=1 and SGD the result is the "
-                "same as on one device",
+                help="number of steps after which workers average their parameters; with every=1 "
+                "and SGD the result is the same as on one device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="how a round ends: with the mean of the parameters, or with a momentum step "
-                "towards it (DiLoCo)",
+                help="end of a round; `average`: the parameters are replaced by their mean; "
+                "`nesterov`: a step with momentum towards this mean (DiLoCo)",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
@@ -359,7 +358,7 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
                 help="number of parts into which the parameters are divided; the parts are "
-                "averaged one after the other, so that less is sent at a time",
+                "averaged one after the other, so that each message is smaller",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
@@ -368,8 +367,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="gives workers different shares of each class: alpha of the Dirichlet "
-                "distribution, 0.1 is very uneven; `none`: even shares",
+                help="divides the samples of each class unevenly among the workers: alpha of a "
+                "Dirichlet distribution (0.1: very unevenly); `none`: evenly",
             ),
         ),
     ),
@@ -381,28 +380,29 @@ TORCH: tuple[Strategy, ...] = (
         "its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
-        suits="many workers on links where an all-reduce is slow; experiments with replicas that "
-        "differ",
+        suits="many workers on links where an all-reduce is slow; experiments with different "
+        "replicas",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
         heals=True,
-        dies_with="the dead worker's updates that it had not sent to its neighbours, and its "
-        "optimizer's state",
+        dies_with="the updates that the dead worker had not sent to its neighbours yet, and the "
+        "state of its optimizer",
         loses="the steps since the last checkpoint; if the number of workers changes, it also "
         "loses the differences between replicas, because all replicas start from their mean",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="with whom a worker mixes: `ring`: with both neighbours on a ring; "
-                "`exponential`: with one worker per step, in turn with the worker that is "
-                "1, 2, 4, .. ranks away",
+                help="the workers with which a worker mixes its parameters; `ring`: its two "
+                "neighbours in a ring; `exponential`: one worker per step, in turn the worker "
+                "that is 1, 2, 4, .. ranks away",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
-                help="number of steps between two measurements of the replica spread",
+                help="number of steps between two measurements of the replica spread (how much the "
+                "replicas differ)",
             ),
         ),
     ),
@@ -460,8 +460,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="multi_worker_mirrored",
         framework="tensorflow",
         term="synchronous data parallelism over several engines (all-reduce)",
-        summary="Each worker is an engine with a full copy of the parameters. The gradients are "
-        "added up from engine to engine.",
+        summary="Each worker is an engine with a full copy of the parameters. The engines add up "
+        "their gradients with an all-reduce.",
         module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
         messages="workbench.catalog.step_messages:multi_worker_mirrored",
         suits="one process for each GPU, on one host or several hosts",
@@ -510,11 +510,11 @@ TENSORFLOW: tuple[Strategy, ...] = (
         framework="tensorflow",
         term="model parallelism, one stage after the other",
         summary="The layers of one model are on several devices, and each batch passes through "
-        "all of them. This saves memory, not time.",
+        "all of them. The strategy saves memory, not time.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
-        suits="models that are too large for one device, and lessons on why pipelines exist",
+        suits="models that are too large for one device, and lessons that show why pipelines exist",
         source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
         ways=_TENSORFLOW_WAYS,
         supports=_TENSORFLOW_FEATURES,
@@ -524,8 +524,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "split_at", "str", None, optional=True,
-                help="layers with which a stage begins, by name or number, for example 2,5 or "
-                "conv2,fc1; `none`: chosen so that the stages have similar numbers of parameters",
+                help="first layers of the stages, by name or number, for example 2,5 or conv2,fc1; "
+                "`none`: chosen so that the stages have similar numbers of parameters",
             ),
         ),
     ),
@@ -551,13 +551,13 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="parameter_server",
         framework="tensorflow",
         term="asynchronous data parallelism (parameter server)",
-        summary="Servers hold the variables. A coordinator gives the next step to a worker that "
-        "is free.",
+        summary="Servers hold the variables. A coordinator gives each step to a worker that has "
+        "nothing to do.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_parameter_server",
-        suits="workers of different speed; large tables of which a step uses only a few rows; "
-        "experiments with stale gradients",
+        suits="workers with different speeds; large embedding tables, if each step uses only a "
+        "few rows; experiments with stale gradients",
         shares_gpu=True,
         source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
         aliases=("ps", "pserver", "kvstore"),
@@ -566,8 +566,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint; a checkpoint is taken only when no push is on "
-        "its way",
+        loses="the steps since the last checkpoint; a checkpoint is saved only when no push is "
+        "on its way",
         servers_option="servers",
         exact_with=None,
         options=(

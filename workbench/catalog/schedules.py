@@ -84,7 +84,7 @@ def stages_per_worker(options: Mapping[str, Any]) -> int:
         raise PlanError(
             f"Schedule `{name}` has only one stage per worker.",
             seen=f"stages_per_worker={given}",
-            next_step="use -o schedule=interleaved, or leave out -o stages_per_worker",
+            next_step="use -o schedule=interleaved, or remove -o stages_per_worker",
             code="WB-PLAN-078",
         )
     return 1
@@ -167,8 +167,8 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
         every, workers = workers, pipeline_workers(options, workers)
         if every % workers:
             raise PlanError(
-                "The number of workers must be a multiple of `stages`, because each pipeline "
-                "needs `stages` workers.",
+                "The number of workers must be a multiple of `stages`, the number of workers in "
+                "each pipeline.",
                 seen=f"stages={workers} on {every} workers",
                 allowed=f"a multiple of {workers} workers",
                 next_step=f"use -n {-(-every // workers) * workers}",
@@ -192,8 +192,8 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "A round has fewer steps than fragments, but in each round, every fragment needs a "
-            "step of its own.",
+            "A round has fewer steps than fragments, but each fragment needs its own step in the "
+            "round.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"use -o fragments={every}, or -o every={fragments}",

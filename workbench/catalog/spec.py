@@ -304,7 +304,7 @@ class Strategy:
         elsewhere = [e.name for e in others if any(o.name == name for o in e.options)]
         if elsewhere:
             raise PlanError(
-                f"Strategy {self.name} has no option `{name}`. It is an option of "
+                f"Strategy {self.name} has no option `{name}`. This option belongs to "
                 f"{', '.join(dict.fromkeys(elsewhere))}.",
                 seen=name,
                 allowed=", ".join(option.name for option in self.options) or "no options",

@@ -12,7 +12,7 @@ from . import diagrams, schedules
 from .diagrams import Arrow, Layout, Node, Parts, Phase, Size
 from .spec import chained
 
-M = {"M": "bytes of the gradients, which are as large as the trained parameters"}
+M = {"M": "bytes of the gradients; the trained parameters have the same size"}
 N = {"N": "number of workers"}
 L = {"L": "number of leaders"}
 _WHOLE = "all parameters and the optimizer's state"
@@ -48,12 +48,12 @@ def mirrored(layout: Layout) -> Parts:
     units, notes = {**M, **many}, []
     if asked == "auto":
         notes.append(
-            "allreduce=auto measures the algorithms and takes the fastest. The diagram shows the "
-            "backend's algorithm."
+            "With allreduce=auto, Workbench measures the algorithms and uses the fastest. The "
+            "diagram shows the algorithm of the backend (gloo or NCCL)."
         )
     unit = "M" if compress == "none" else "C"
     if unit == "C":
-        units = {"C": f"bytes of the gradients after {compress}", **many}
+        units = {"C": f"bytes of the gradients after compression with {compress}", **many}
     pattern, source = diagrams.ALL_REDUCE[algorithm]
     phases = pattern(layout.ids, "gradients", unit)
     if compress.startswith("topk"):
@@ -107,8 +107,8 @@ def _chains(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 def _held_by(server: int, chains: tuple[tuple[int, ...], ...], holds: str) -> str:
     own = [holds] if server < len(chains) else []
-    followed = [f"s{chain[0]}" for chain in chains if server in chain[1:]]
-    copy = [f"a copy of the part of {followed[0]}"] if followed else []
+    followed = [chain[0] for chain in chains if server in chain[1:]]
+    copy = [f"a copy of the parameters on server {followed[0]}"] if followed else []
     return "; ".join(own + copy)
 
 
@@ -148,7 +148,7 @@ def parameter_server(layout: Layout) -> Parts:
         layout, ids, "M", "weights", "Pull", "Each worker receives the newest parameters.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
-    alone = "Every push is a separate step, which the server takes when the push arrives."
+    alone = "A server takes a separate step for each push, as soon as the push arrives."
     common = "The servers take one step with the gradients of all workers."
     step = Phase("Optimizer", common if together else alone, ids)
     notes = (
@@ -160,7 +160,7 @@ def parameter_server(layout: Layout) -> Parts:
         notes = [f"A worker that is more than {bound} steps ahead of the slowest worker must wait."]
     copy = diagrams.copies(layout, _chains(layout), "M", together=together)
     return _with_servers(
-        layout, "its part of the parameters and the optimizer",
+        layout, "its part of the parameters and of the optimizer's state",
         (_work(layout), push, step, *copy, pull),
         "Li et al., Parameter Server, OSDI 2014; Ho et al., SSP, NIPS 2013", tuple(notes),
     )  # fmt: skip
@@ -168,7 +168,10 @@ def parameter_server(layout: Layout) -> Parts:
 
 def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
-    gather = "For one layer after the other, the shards are gathered, used and freed."
+    gather = (
+        "The workers gather the shards of one layer, use them, and free them. Then the next layer "
+        "follows."
+    )
     forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
     again: tuple[Phase, ...] = ()
     units = {**M, **N}
@@ -178,12 +181,12 @@ def sharded(layout: Layout) -> Parts:
             "The layers that were freed after forward are gathered again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of the layers that are gathered separately (unit_mb), and freed between "
-            "forward and backward"
+            "bytes of the layers of at least unit_mb MB, which are freed after forward and "
+            "gathered again for backward"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
-        "Each worker receives the summed gradient of its own shard.",
+        "Each worker receives the sum of the gradients for its own shard.",
     )  # fmt: skip
     compute = "Each worker computes its share of the batch."
     phases = (
@@ -270,8 +273,8 @@ def _mixed(batches: int) -> tuple[str, ...]:
     if batches == 1:
         return ()
     return (
-        "Microbatches follow each other, so the stages work at the same time. The schedule "
-        "decides the order of forward and backward.",
+        "Several microbatches are in the pipeline, so the stages work at the same time. The "
+        "schedule decides the order of the forward and backward passes.",
     )
 
 
@@ -279,11 +282,12 @@ def tensor_parallel(layout: Layout) -> Parts:
     """Partial results are added up inside forward and backward."""
     forward = diagrams.ring_at_once(
         layout.ids, "activations", "Y", "All-reduce, forward",
-        "Each worker has a part of the output of a pair of layers. These parts are added up.",
+        "Each worker has a partial sum of a layer pair's output. The workers add up these sums.",
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "Each worker has a part of the gradient of the pair's input. These parts are added up.",
+        "Each worker has a partial sum of the gradient for a layer pair's input. The workers add "
+        "up these sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
@@ -294,8 +298,8 @@ def tensor_parallel(layout: Layout) -> Parts:
     units = {
         "Y": "bytes of the outputs of all divided pairs of layers, for one batch",
         "X": (
-            "bytes of the gradients of the inputs of these pairs; no gradient is needed for the "
-            "input of the model's first layer"
+            "bytes of the gradients for the inputs of all divided pairs of layers; the input of "
+            "the model's first layer needs no gradient"
         ),
         **N,
     }
@@ -310,14 +314,14 @@ def local_sgd(layout: Layout) -> Parts:
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
     holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
     if options["fraction"] < 1:
-        notes.append("In each round, some workers are not chosen. They send zeros to the sum.")
+        notes.append("In each round, the workers that were not chosen send zeros.")
     if outer:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step starts from the parameters at the start of the round. It adds the "
-            f"workers' mean change, with learning rate {options['outer_lr']:g} and Nesterov "
-            f"momentum {options['outer_momentum']:g}. The workers send no other messages for this."
+            "The outer step adds the workers' mean change to the parameters at the start of the "
+            f"round, with learning rate {options['outer_lr']:g} and Nesterov momentum "
+            f"{options['outer_momentum']:g}. The outer step needs no other messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
@@ -457,7 +461,7 @@ def multi_worker_mirrored(layout: Layout) -> Parts:
 
 def tpu(layout: Layout) -> Parts:
     """All-reduce over the TPU's own links, compiled into the step."""
-    text = "XLA compiles this sum into the step and chooses its route through the TPU's network."
+    text = "XLA compiles the all-reduce into the step and chooses the route in the TPU's network."
     phases = diagrams.ring_at_once(layout.ids, "gradients", "M", "All-reduce", text)
     nodes = tuple(
         Node(name, "device", f"core {rank}", _TENSORFLOW_WHOLE, rank)
@@ -519,20 +523,21 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     servers = tuple(f"s{index}" for index in range(layout.servers))
     inner = (
         Node("c", "coordinator", "coordinator", "the order of the steps"),
-        *(Node(name, "server", f"server {name[1:]}", "its part of the variables and the optimizer")
+        *(Node(name, "server", f"server {name[1:]}",
+               "its part of the variables and of the optimizer's state")
           for name in servers),
     )  # fmt: skip
     size = diagrams.whole("T")
     work = tuple(Arrow("c", worker, "work", size) for worker in layout.ids)
     phases = (
-        Phase("Schedule", "The coordinator gives the next step to a free worker.", ("c",), work,
+        Phase("Schedule", "The coordinator gives each step to an idle worker.", ("c",), work,
               formula="T each"),
         diagrams.exchange_with_server(layout, servers, "M", "weights", "Pull",
                                       "The worker reads the variables from the servers.", up=False),
         Phase("Forward and backward", "The worker computes the gradient of its batch.", layout.ids),
         diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
                                       "The worker sends the gradients to the servers.", up=True),
-        Phase("Optimizer", "Every push is a separate step, which the server takes when the push "
+        Phase("Optimizer", "A server takes a separate step for each push, as soon as the push "
         "arrives.", servers),
     )  # fmt: skip
     units = {

@@ -181,7 +181,7 @@ class Call:
             try:
                 callback(self)
             except Exception:  # noqa: PERF203 - one that fails keeps no other back
-                log.exception("A callback after a call of engine %d failed", self.engine)
+                log.exception("A callback failed after a call to engine %d", self.engine)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call back once, even if the call is already over."""
@@ -385,7 +385,7 @@ def gather(pending: Iterable[Call], name: str, timeout_s: float) -> dict[int, An
             )
         if isinstance(one.result, BaseException):
             raise ClusterError(
-                f"Engine {one.engine} failed in {name}.",
+                f"Engine {one.engine} failed in the function {name}.",
                 seen=str(one.result),
                 code="WB-CLUSTER-015",
             )

@@ -515,7 +515,8 @@ class Engines:
         if info is None or info.state == "dead":
             call.finish(
                 ClusterError(
-                    f"Engine {engine} died: {info.exit if info else 'gone'}.", code="WB-CLUSTER-009"
+                    f"Engine {engine} died: {info.exit if info else 'unknown cause'}.",
+                    code="WB-CLUSTER-009",
                 )
             )
             return call

@@ -234,7 +234,7 @@ class Controller:
         answer = self.client._send(self.client._query_stream, "connection_request")
         if not answer.wait(ANSWER_S):
             raise NoAnswerError(
-                "The cluster's controller does not answer.",
+                "ipyparallel's controller does not answer.",
                 seen=f"no answer for {ANSWER_S:g} s",
                 next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-012",
@@ -417,7 +417,7 @@ class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             ClusterError: The warm parent could not start or fork.
         """
         if self.state != "before":
-            raise ProcessStateError(f"The engines were started already; state {self.state}")
+            raise ProcessStateError(f"The engines are already started (state: {self.state})")
         self.loop  # noqa: B018 - taken here, on the loop's own thread
         self.n = n
         if not self.ids:

@@ -38,7 +38,7 @@ log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
 HEARD_S = 5.0
 """How long the report of a killed helper's end may take."""
-DID_NOT_ANSWER = "by Workbench, because the engine did not answer"
+DID_NOT_ANSWER = "Workbench ended the engine, because it did not answer"
 
 
 class ClusterServices:
@@ -177,7 +177,7 @@ class ClusterServices:
             report(self._preparing())
         if self._error is not None:
             raise ClusterError(
-                "The cluster's controller did not start.",
+                "ipyparallel's controller did not start.",
                 seen=str(self._error),
                 next_step=f"read the controller's log in {self.folder / 'log'}",
                 code="WB-CLUSTER-011",

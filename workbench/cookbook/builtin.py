@@ -57,8 +57,8 @@ _RECIPES = {
         tissue.check,
     ),
     "fraud_mlp": _Written(
-        "Classifies simulated card payments, of which 2 % are fraud, with three fully connected "
-        "layers. Takes a few seconds by default.",
+        "Classifies simulated card payments (2 % are fraud) with three fully connected layers. "
+        "Takes a few seconds by default.",
         {"torch": fraud.TORCH, "tensorflow": fraud.TENSORFLOW},
         fraud.check,
     ),

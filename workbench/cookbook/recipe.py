@@ -100,7 +100,7 @@ class Recipe:
                     f"The function `{self.function}` got an argument that cannot be written as "
                     "source code.",
                     seen=f"argument {index}: {type(value).__name__}",
-                    allowed="numbers, text, True, False, None, and lists and dicts of these",
+                    allowed="numbers, text, True, False, None, and lists and dicts of these values",
                     next_step="create this value inside the function",
                     code="WB-PLAN-032",
                 )
@@ -119,13 +119,13 @@ class Recipe:
                     f"parameter of recipe {self.name or self.origin}",
                     name,
                     self.parameters,
-                    "the parameters are the arguments that have a default",
+                    "the parameters are the arguments with a default value",
                 )
             if not is_plain(value):
                 raise PlanError(
                     f"The value of `{name}` cannot be written as source code.",
                     seen=type(value).__name__,
-                    allowed="numbers, text, True, False, None, and lists and dicts of these",
+                    allowed="numbers, text, True, False, None, and lists and dicts of these values",
                     next_step="create this value inside the function",
                     code="WB-PLAN-033",
                 )
@@ -142,7 +142,7 @@ class Recipe:
             raise PlanError(
                 f"{self.name or 'This cell'} has no parameters, so -p cannot be used.",
                 seen=", ".join(f"-p {name}" for name in given),
-                allowed="a recipe that is a function: the function's arguments are the parameters",
+                allowed="a recipe written as a function: its arguments are the parameters",
                 next_step="write the recipe as a function: @wb.recipe above def name(lr=0.1): "
                 "...; or remove -p",
                 code="WB-PLAN-269",
@@ -186,7 +186,7 @@ class Recipe:
         free = inspect.getclosurevars(function).nonlocals
         if free:
             raise PlanError(
-                "The function uses variables of the function around it. These variables do not "
+                "The function uses variables of its enclosing function. These variables do not "
                 "exist on the engines.",
                 seen=", ".join(sorted(free)),
                 next_step="pass the variables as arguments: args=(...)",
@@ -285,7 +285,7 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise PlanError(
             "A recipe must be a normal function that trains when it is called.",
-            seen=f"{function.__name__}, which is async or contains yield",
+            seen=f"{function.__name__}, which is an async function or contains yield",
             next_step=NEXT,
             code="WB-PLAN-029",
         )
@@ -326,10 +326,10 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
             found[parameter.name] = parameter.default
     if bare:
         raise PlanError(
-            "A recipe is started only by its name, so every argument needs a default.",
+            "Workbench starts a recipe without arguments, so each argument needs a default.",
             seen=", ".join(bare),
             allowed=f"def {function.__name__}({bare[0]}=...)",
-            next_step="add a default for each argument, or call cluster.run(function, "
+            next_step="add a default value for each argument, or call cluster.run(function, "
             "args=(...), strategy=...)",
             code="WB-PLAN-031",
         )

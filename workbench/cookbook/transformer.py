@@ -156,7 +156,7 @@ def check(parameters: Mapping[str, Any]) -> None:
             "`width` must be divisible by `heads`, because all attention heads have the same "
             "width.",
             seen=f"width={width}, heads={heads}",
-            allowed=f"for this width: heads={', '.join(map(str, fitting))}",
+            allowed=f"with this width: heads={', '.join(map(str, fitting))}",
             next_step=f"use -p heads={max(n for n in fitting if n <= heads)}, or -p "
             f"width={-(-width // heads) * heads}",
             code="WB-PLAN-267",
@@ -166,7 +166,7 @@ def check(parameters: Mapping[str, Any]) -> None:
             "`context` must be shorter than the recipe's test text.",
             seen=f"context={context}",
             allowed=f"1 to {TEST_CHARACTERS - 1} characters",
-            next_step="for example -p context=256; attention needs time that grows with the "
+            next_step="for example -p context=256; the time for attention grows with the "
             "square of context",
             code="WB-PLAN-268",
         )

@@ -70,7 +70,7 @@ def _digits_table() -> NDArray[np.float64]:
         if path.is_file():
             return np.loadtxt(path, delimiter=",")
     raise DataError(
-        "The digits data set needs scikit-learn, which is not installed.",
+        "The digits data set needs scikit-learn, but scikit-learn is not installed.",
         next_step="run pip install scikit-learn",
         code="WB-DATA-004",
     )
@@ -84,7 +84,7 @@ def corpus_arrays(split: str, block: int) -> Pair:
     count = (len(part) - 1) // block
     if count < 1:
         raise DataError(
-            "The block is longer than the text.",
+            "`block` is longer than the text.",
             seen=block,
             allowed=f"1 to {len(part) - 1}",
             code="WB-DATA-005",
@@ -99,8 +99,8 @@ def _corpus() -> NDArray[np.int64]:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not paths:
         raise DataError(
-            "The data set `corpus` needs the source files of Python's standard library, which "
-            "this Python does not have.",
+            "The data set `corpus` needs the source files of Python's standard library. This "
+            "Python does not have these files.",
             seen=sysconfig.get_path("stdlib"),
             code="WB-DATA-006",
         )
@@ -404,7 +404,7 @@ def _torch_sets() -> Any:
         return importlib.import_module("workbench.data.torch_sets")
     except ModuleNotFoundError as error:
         raise DataError(
-            "A PyTorch data set needs PyTorch, which is not installed.",
+            "A PyTorch data set needs PyTorch, but PyTorch is not installed.",
             seen=str(error),
             next_step="pass arrays=True to get NumPy arrays",
             code="WB-DATA-001",

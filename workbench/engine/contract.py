@@ -226,9 +226,9 @@ class Strategy(ABC):
         raise FitError(
             f"Strategy {self.context.spec.strategy} trains one model and one optimizer per cell.",
             seen="a second call of wb.prepare",
-            allowed="one call of wb.fit or wb.prepare; one_device and mirrored allow several",
-            next_step="use mirrored, or put both models into one module with one optimizer; a "
-            "second training needs its own cell",
+            allowed="one call of wb.fit or wb.prepare; one_device and mirrored allow several calls",
+            next_step="use mirrored, or put both models into one module with one optimizer; put a "
+            "second training into its own cell",
             code="WB-FIT-070",
         )
 

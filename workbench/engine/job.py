@@ -102,8 +102,8 @@ class Conductor:
                 seen=f"exit status {status}"
                 if status is not None
                 else f"no message within {CONDUCT_S} s",
-                next_step="read the messages above, which this process printed, and check that "
-                "Workbench is fully installed",
+                next_step="read the messages of this process above, and check that Workbench is "
+                "installed completely",
                 code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]
@@ -172,7 +172,7 @@ class _Tee:
         if self._left > 0:
             self._left -= len(text)
             with contextlib.suppress(OSError, ValueError):  # a full disk
-                end = "" if self._left > 0 else f"\n[the log ends at {MOST_LOG_BYTES >> 20} MiB]\n"
+                end = "" if self._left > 0 else f"\n[end of the log: {MOST_LOG_BYTES >> 20} MiB]\n"
                 self._file.write(text + end)
                 self._file.flush()
         return self._stream.write(text)
@@ -285,7 +285,7 @@ def _described(folder: Path) -> About:
         raise PlanError(
             f"The script's folder contains no job: {DESCRIPTION} cannot be read.",
             seen=f"{path}: {type(error).__name__}: {error}",
-            allowed="the folder as run.to_job(DIR) wrote it",
+            allowed="the unchanged folder that run.to_job(DIR) wrote",
             next_step="write the folder again: run.to_job(DIR)",
             code="WB-PLAN-194",
         ) from error
@@ -294,7 +294,7 @@ def _described(folder: Path) -> About:
             "The job was written by another version of Workbench.",
             seen=version,
             allowed=FORMAT,
-            next_step="install the wheel in the job's folder",
+            next_step="install Workbench from the wheel in the job's folder",
             code="WB-PLAN-195",
         )
     return {"folder": str(folder), **found}

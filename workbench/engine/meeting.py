@@ -82,10 +82,10 @@ class Surroundings:
                 raise ValueError(f"RANK={rank} of WORLD_SIZE={world_size}")
         except (KeyError, ValueError) as error:
             raise PlanError(
-                "RANK is set, but torchrun's variables are not complete or not valid.",
+                "RANK is set, but other variables of torchrun are missing or not valid.",
                 seen=str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
-                next_step="start the script with torchrun, or unset RANK to run it in one process",
+                next_step="start the script with torchrun; for a single process, unset RANK",
                 code="WB-PLAN-190",
             ) from None
         has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -330,7 +330,7 @@ def meeting_of(where: Surroundings) -> Meeting:
                 else "not set. TensorFlow's processes need the key to find each other."
             ),
             seen=f"{len(key)} characters" if key else "nothing",
-            allowed=f"the same {LEAST_KEY} characters or more in each process",
+            allowed=f"the same key in each process, with at least {LEAST_KEY} characters",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
             "once, and pass the key to all processes; `workbench run DIR` does so automatically",
             code="WB-PLAN-192",
@@ -356,6 +356,6 @@ def _no_meeting(seen: str) -> ClusterError:
         seen=seen,
         allowed=f"all processes of the job must start within {MEET_S:g} s",
         next_step="look at the logs of the other processes: one of them may have failed earlier. "
-        "Between hosts, the port must be open",
+        "If the hosts have a firewall, open the port",
         code="WB-CLUSTER-080",
     )

@@ -143,9 +143,9 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
 
 
 LOST = (
-    "The GPU failed, and this engine can no longer use it. A new engine replaces this engine, "
-    "whose variables are lost. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that "
-    "failed. Often a label or an index is out of range."
+    "The GPU failed, and this engine can no longer use it. The variables of this engine are lost, "
+    "and a new engine replaces it. Often the cause is a label or an index out of range. Set "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that failed."
 )
 
 
@@ -389,9 +389,9 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
 
 
 NOT_BROUGHT = (
-    "The final weights were not kept: this engine is on another machine, from which Workbench "
-    "copies no files. Save the weights in the cell, or start engines by ssh, slurm or mpi "
-    "(%cluster start --launcher)."
+    "The final weights were not kept, because this engine is on another machine and Workbench "
+    "cannot copy files from there. Save the weights in the cell, or start engines by ssh, slurm or "
+    "mpi (%cluster start --launcher)."
 )
 
 

@@ -485,10 +485,9 @@ def bring(engines: Engines, ids: Iterable[int], framework: str) -> list[int]:
 def _say(ids: list[int], framework: str) -> None:
     one = len(ids) == 1
     sys.stdout.write(
-        f"{'Engine' if one else 'Engines'} {ranges(ids)} hold{'s' if one else ''} variables and "
-        f"{'is' if one else 'are'} not restarted, so {'it imports' if one else 'they import'} "
-        f"{framework} too. This "
-        "happens once and takes some seconds.\n"
+        f"{'Engine' if one else 'Engines'} {ranges(ids)} import{'s' if one else ''} {framework} "
+        f"now, which takes some seconds. Workbench does not restart {'it' if one else 'them'}, "
+        f"because {'its' if one else 'their'} variables would be lost.\n"
     )
 
 
@@ -503,7 +502,7 @@ def prewarmed() -> str | None:
         return None
     if asked not in ("", "torch", "tensorflow"):
         raise PlanError(
-            f"{PREWARM} has an invalid value.",
+            f"The environment variable {PREWARM} has an invalid value.",
             seen=asked,
             allowed="torch, tensorflow, off",
             code="WB-PLAN-105",

@@ -216,10 +216,10 @@ class RunExecution:
         plan = replace(self.plan, workers=wanted)
         if pool.lease(wanted, plan).backend != self.leases.backend:
             raise RunError(
-                "There is no GPU for another worker, and the run's workers cannot share one.",
+                "There is no GPU for another worker, and the run's workers cannot share a GPU.",
                 seen=f"{wanted} workers",
                 allowed=f"the {len(run.members)} workers that the run has",
-                next_step="run %cluster free in another notebook that holds GPUs, or %cluster "
+                next_step="run %cluster free in another notebook that uses GPUs, or %cluster "
                 "start --devices cpu",
                 code="WB-RUN-144",
             )
@@ -282,7 +282,7 @@ class RunExecution:
         try:
             self._settle(task)
         except Exception as error:  # whatever the error is, a run whose engines are done is over
-            log.exception("The end of run %r went wrong", self.run.name)
+            log.exception("An error occurred at the end of run %r", self.run.name)
             self.run.finish(task.failure() or _unexpected(error))
 
     def _settle(self, task: Task) -> None:
@@ -353,7 +353,7 @@ class RunExecution:
         except WorkbenchError as failure:
             self.run.finish(RunError(str(failure), code="WB-RUN-070"))
         except Exception as failure:
-            log.exception("Run %r could not begin again", self.run.name)
+            log.exception("Run %r could not be started again", self.run.name)
             self.run.finish(_unexpected(failure))
 
     def _fetch_results(self, error: RunError | None) -> None:

@@ -43,7 +43,7 @@ def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
     for log in logs:
         while not log.wait(0.1):
             if time.monotonic() > end:
-                note(f"--log is still being written {LINGER_S:g} s after the end of the run.")
+                note(f"{LINGER_S:g} s after the end of the run, Workbench is still writing --log.")
                 return
 
 
@@ -236,7 +236,7 @@ def _ending(run: RunData) -> Ending:
         "steps": float(totals.steps),
         "samples": float(totals.samples),
     }
-    state = run.state if run.state in OVER else f"{run.state} when its notebook ended"
+    state = run.state if run.state in OVER else f"{run.state} when the notebook ended"
     return Ending(
         state,
         time.time(),
@@ -256,7 +256,7 @@ def log_to(run: RunData, logs: list[RunLog], targets: Sequence[str]) -> RunLog:
     """
     texts = parse_targets(targets)
     if not texts:
-        raise PlanError("--log was given no target.", allowed=ALLOWED, code="WB-PLAN-118")
+        raise PlanError("--log needs a target.", allowed=ALLOWED, code="WB-PLAN-118")
     check_targets(texts)
     log = RunLog(run, texts)
     logs.append(log)

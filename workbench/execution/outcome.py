@@ -274,9 +274,8 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "the name may exist only on another rank, for example after a run whose replicas all "
-            "use one engine: run the cell with %%rank 0, or define the name in a %%distributed "
-            "cell"
+            "the name may exist only on another rank, because some strategies put all replicas in "
+            "one engine: run the cell with %%rank 0, or define the name in a %%distributed cell"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -284,7 +283,7 @@ class CellEnd:
         outcome, outcomes = self.outcomes[cause], self.outcomes
         if outcome.ended and outcome.failed_of:
             who = f"{self.names.of(cause)} (engine {cause})"
-            ended = "The engine did not clean up after the error, so it was killed"
+            ended = "The engine did not clean up after the error, so Workbench killed the engine"
             return f"{who} failed: {outcome.failed_of}\n  {ended}", [cause]
         if outcome.ended:
             stalled = f"{self.names.of(cause)} hung: it made no progress, ignored the interrupt "
@@ -314,7 +313,7 @@ class CellEnd:
             return None
         what = "".join(f"\n  {text}" for text in ended.values())
         return RunError(
-            f"Interrupted: the cell was ended on all engines.{what}",
+            f"Interrupted: Workbench ended the cell on all engines.{what}",
             next_step=next_step(self.outcomes),
             code="WB-RUN-067",
         )
@@ -456,11 +455,11 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
             code="WB-RUN-095",
         )
     return RunError(
-        "No step of the loop was recorded, because the loop never called optimizer.step(), with "
-        "which a step ends.",
+        "No step of the loop was recorded. A step ends with optimizer.step(), and the loop never "
+        "called optimizer.step().",
         seen=seen,
         allowed="optimizer.step() after each backward(); changing parameters by hand is not a step",
-        next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
+        next_step="use torch.optim.SGD(model.parameters(), lr) instead of p.data.add_(...)",
         code="WB-RUN-096",
     )
 
@@ -496,7 +495,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         f"{len(refused)} of {len(runs)} runs were refused by their strategy; the other runs have "
         "finished.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
-        next_step=f"leave {'this strategy' if len(reasons) == 1 else 'these strategies'} out, or "
+        next_step=f"remove {'this strategy' if len(reasons) == 1 else 'these strategies'}, or "
         "change the cell",
         code="WB-RUN-097",
     )
@@ -521,7 +520,7 @@ def short_handed(dead: Sequence[int], living: int) -> str:
     return (
         f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so "
         f"{living} of {living + len(dead)} workers {'remains' if living == 1 else 'remain'}; "
-        f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
+        f"%cluster restart {' '.join(map(str, dead))} starts {'it' if one else 'them'} again."
     )
 
 
@@ -555,8 +554,9 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
         f"The copies of the model differ at the end of the cell ({who}), because the cell changed "
-        "the model on some ranks only. Rank 0's copy is kept. Change the model on every rank, or "
-        "on rank 0 after the run. Loading the model's best weights changes the model too."
+        "the model on some ranks only. Workbench keeps rank 0's copy. If you change the "
+        "model, for example by loading its best weights, do this on every rank, or on rank 0 after "
+        "the run."
     ]
 
 

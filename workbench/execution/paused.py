@@ -39,7 +39,7 @@ ATTENDED_S = 2.0
 SETTLE_S = 0.15
 """Ranks reach the same breakpoint at slightly different times; the prompt waits for them."""
 GO_ON = ("c", "cont", "continue", "q", "quit", "exit")
-NO_PROMPT = "this notebook's front end has no prompt"
+NO_PROMPT = "this notebook's front end cannot ask for input"
 
 
 @dataclass(frozen=True)

@@ -272,10 +272,10 @@ def check_travels(values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if not travels(value):
             raise PlanError(
-                f"{name} cannot be sent to the engines: it cannot be pickled.",
+                f"{name} cannot be sent to the engines, because it cannot be pickled.",
                 seen=type(value).__name__,
                 allowed="data, arrays, models, functions and classes",
-                next_step=f"create {name} on the engines: move its line into a %%distributed cell",
+                next_step=f"create {name} in a %%distributed cell, which runs on the engines",
                 code="WB-PLAN-099",
             )
 
@@ -301,13 +301,13 @@ def _why(unread: Unread, name: str) -> dict[str, Any]:
     if unread.lacks and unread.module == "__main__":
         return {
             "seen": f"the notebook does not define {unread.lacks}",
-            "allowed": "objects whose class the notebook defines too",
+            "allowed": "objects of classes that the notebook also defines",
             "next_step": f"define {unread.lacks} in the notebook too, or {parts}",
         }
     if unread.lacks:
         return {
             "seen": f"the notebook has no {unread.module}.{unread.lacks}",
-            "allowed": "objects whose module the notebook can import",
+            "allowed": "objects of modules that the notebook can import",
             "next_step": f"make {unread.module} importable in the notebook, or {parts}",
         }
     if parcel.remade:
@@ -333,7 +333,7 @@ def check_size(what: str, count: object) -> int:
     checked = check_count(what, count)
     if checked > MAX_ENGINES:
         raise PlanError(
-            f"{what} is higher than one notebook can serve.",
+            f"{what} is too high for one notebook.",
             seen=checked,
             allowed=f"1 to {MAX_ENGINES}",
             code="WB-PLAN-100",
@@ -460,7 +460,7 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
     seen = [f"{one.host or one.address}: {why[one.id]}" for one in far.values() if why[one.id]]
     if seen:
         raise PlanError(
-            "Not every host of the run shares the checkpoint folder with the notebook.",
+            "At least one host of the run does not have the notebook's checkpoint folder.",
             seen=f"{folder} ({'; '.join(sorted(seen))})",
             allowed="a folder on a disk shared by the notebook's machine and all hosts of the run",
             next_step="use --checkpoint with a shared folder (on many clusters: the home folder or "
@@ -550,8 +550,8 @@ class FarFiles:
                 f"The run's initial weights could not be sent to {host.name}.",
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
                 next_step=f"free some disk space in {host.facts.folder} on {host.name}, or set "
-                "TMPDIR with --setup 'export TMPDIR=...'. Weights on a shared disk need not be "
-                "sent",
+                "TMPDIR with --setup 'export TMPDIR=...'. If the weights are on a shared "
+                "disk, Workbench does not send them",
                 code="WB-RUN-100",
             ) from error
         return told

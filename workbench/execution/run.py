@@ -218,7 +218,7 @@ class Run:
                 try:
                     part()
                 except Exception:  # noqa: PERF203 - the other callbacks must run
-                    log.exception("The end of run %r went wrong", self.name)
+                    log.exception("An error occurred at the end of run %r", self.name)
         finally:
             self._deliver = _nowhere  # otherwise the run would keep its cluster's client forever
             self.over.set()

@@ -211,5 +211,5 @@ def ending(cluster: Occupied) -> Iterator[None]:
         busy.stop()
         settle(busy.over, busy.interrupt)
         raise RunError(
-            "Interrupted: the cell was ended on all engines.", code="WB-RUN-069"
+            "Interrupted: Workbench ended the cell on all engines.", code="WB-RUN-069"
         ) from None

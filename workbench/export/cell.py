@@ -34,7 +34,7 @@ _INSTEAD = {
         "writes a figure to a file"
     ),
     "%pip": "remove the line, and add the package to requirements.txt of the job folder",
-    "%time": "remove the line, because Workbench measures every step, or use time.perf_counter()",
+    "%time": "remove the line (Workbench measures every step), or use time.perf_counter()",
     "%env": "write os.environ[...] = ... instead",
     "%run": "import what you need from the file, and send the file with the job: files=[...]",
     "!": "write subprocess.run([...], check=True) instead",
@@ -112,7 +112,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
         "The cell contains a line that works only in a notebook, not in a script.",
         seen=f"line {number}: {line.strip()}",
         allowed="Python",
-        next_step=_INSTEAD.get(key, "remove the line, or replace it by Python code"),
+        next_step=_INSTEAD.get(key, "remove the line, or replace it with Python code"),
         code="WB-PLAN-202",
     )
 
@@ -220,7 +220,7 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if names is None or name not in names:
         guess = nearest(name, names) if names else None
         spelled = f" (did you mean {guess}?)" if guess and not guess.startswith("_") else ""
-        unknown = "" if names is None else " (the notebook does not define it either)"
+        unknown = "" if names is None else " (the notebook does not define it)"
         return f"define {name} in the cell{unknown}{spelled}"
     value = names[name]
     if isinstance(value, ModuleType):

@@ -287,8 +287,8 @@ def _check_numbers(resources: Resources) -> None:
             raise PlanError(
                 f"The value of `{one.name}` is out of range.",
                 seen=number,
-                allowed=f"a number from {least.get(one.name, 0)} "
-                + (f"to {most}" if one.name == "port" else "on"),
+                allowed=f"{least.get(one.name, 0)} "
+                + (f"to {most}" if one.name == "port" else "or more"),
                 code="WB-PLAN-227",
             )
     if resources.memory:
@@ -332,7 +332,7 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
         servers = f" ({job.servers} of them are servers)" if job.servers else ""
         per_node = f", workers_per_node={resources.workers_per_node}"
         raise PlanError(
-            f"The nodes cannot have equal shares of the job's {job.processes} processes{servers}.",
+            f"{job.processes} processes{servers} cannot be divided equally among the nodes.",
             seen=f"nodes={resources.nodes}" + (per_node if resources.workers_per_node else ""),
             allowed="nodes: " + ", ".join(map(str, fit[:12])),
             next_step="choose nodes and workers_per_node so that their product is "
@@ -405,7 +405,7 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
         f"Records: {'none (the script does not use Workbench)' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
-        lines.append(f"The name {json.dumps(job.name)} is not allowed, so the name is {name}.")
+        lines.append(f"The name {json.dumps(job.name)} is not allowed, so the job is named {name}.")
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -616,7 +616,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
         raise PlanError(
             "The job's files are too large for ConfigMaps, which bring them to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
-            allowed=f"{MAP_BYTES // 1000} kB of text, and {MOST_MAP_BYTES >> 20} MiB in total",
+            allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job folder to a PersistentVolumeClaim: volume_claim='NAME'; or "
             "build an image that contains Workbench: image=..., installed=True",
             code="WB-PLAN-233",

@@ -274,8 +274,8 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
     """Return the plan without data about this machine; its paths are inside the folder."""
     if plan.init_from and initial is None:
         raise PlanError(
-            "The job needs the weights of the run in --init-from, but the folder of this run is "
-            "not known.",
+            "The job needs the weights of the run in --init-from, but Workbench does not know the "
+            "folder of this run.",
             seen=f"--init-from {plan.init_from}",
             allowed="a run whose folder is known",
             next_step="use write_job(..., initial=run.folder), or remove --init-from",
@@ -417,7 +417,8 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
         with contextlib.suppress(OSError):
             if time.time() - alive.stat().st_mtime < _ALIVE_S and not _is_over(alive.parent):
                 raise PlanError(
-                    "A run of this job folder is still active, so its script cannot be replaced.",
+                    "A run of this job folder is still active, so the folder's script cannot be "
+                    "replaced.",
                     seen=str(alive.parent),
                     allowed="a job folder without an active run",
                     next_step="stop the run or wait for its end, or use another folder",
@@ -531,11 +532,11 @@ def _recorded(plan: Plan) -> list[str]:
     lines = [
         "## Watch",
         "",
-        "Each start makes a folder: `runs/1`, `runs/2`, ... The folder has the",
+        "Each start makes a folder: `runs/1`, `runs/2`, ... It contains the same data",
     ]
-    lines += ["same data as in a notebook: rows, events, logs, final weights. In a notebook:", ""]
+    lines += ["as a run in a notebook: steps, events, logs, final weights. In a notebook, run:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
-    lines += ["This shows the dashboard during the run and after it. On another machine, use "
+    lines += ["This code shows the dashboard during the run and after it. On another machine, use "
     '`"ssh://host/path"` as the path.', ""]  # fmt: skip
     lines += ["## Stop and continue", "", "    workbench control . stop", ""]
     lines += ["This command stops the run at the end of a step, like Stop in the dashboard.", ""]
@@ -577,7 +578,7 @@ def read_job(folder: Path) -> JobFolder:
         raise PlanError(
             f"The file {META} of the job folder is damaged or incomplete.",
             seen=f"{path}: {str(error)[:200]}",
-            allowed="the file as Workbench wrote it",
+            allowed="the unchanged file that Workbench wrote",
             next_step="write the folder again from the notebook: run.to_job(...)",
             code="WB-PLAN-217",
         ) from error
@@ -610,7 +611,7 @@ def read_job(folder: Path) -> JobFolder:
         raise PlanError(
             f"The file {META} of the job folder does not describe a job.",
             seen=f"{path}: {type(error).__name__} {str(error).splitlines()[:1]}",
-            allowed="the folder as Workbench wrote it",
+            allowed="the unchanged folder that Workbench wrote",
             next_step="write the folder again from the notebook: run.to_job(...)",
             code="WB-PLAN-220",
         ) from error

@@ -278,8 +278,8 @@ def check_calls(envelope: Envelope, script: str) -> None:
         wrong = [one for one in given if parameters is not None and one not in parameters]
         if parameters is None or wrong or len(node.args) + len(given) > len(parameters):
             raise PlanError(
-                f"The library of `{envelope.name}` does not have this function, or not with these "
-                "arguments.",
+                f"The library of `{envelope.name}` does not have this function, or the function "
+                "does not take these arguments.",
                 seen=f"{called}({', '.join(wrong or given)})",
                 allowed="no function with this name"
                 if parameters is None

@@ -43,7 +43,10 @@ def train_py(plan: Plan) -> str:
     lines = [f'"""{_title(plan)}', "", f"Start it:  {start}", ""]
     if plan.framework != "torch" and processes > 1:
         lines += [
-            (f"Run this once for each of the {processes} processes, which TF_CONFIG describes."),
+            (
+                "Run this script once for each of the "
+                f"{processes} processes that TF_CONFIG describes."
+            ),
             "",
         ]
     lines += [
@@ -151,12 +154,13 @@ def _plain_head(plan: Plan, cell: Cell) -> str:
     lines += [f"Start it:  {start}"]
     if plan.strategy == "multi_worker_mirrored":
         lines += [
-            (f"Run this once for each of the {plan.workers} workers, which TF_CONFIG describes.")
+            (
+                "Run this script once for each of the "
+                f"{plan.workers} workers that TF_CONFIG describes."
+            )
         ]
     if plan.framework == "torch" and plan.strategy != "one_device":
-        lines += [
-            "The order of samples is the same with any number of workers, and so is the result."
-        ]
+        lines += ["The order of samples and the result are the same with any number of workers."]
     return "\n".join([*lines, '"""', "", *cell.future, *([""] if cell.future else []), ""])
 
 

@@ -205,8 +205,8 @@ def unwritten(
     """
     reason = reason_of(error)
     text = (
-        f"Not all of this run could be written to disk: {reason} ({run_dir}). The run continues, "
-        "and its history is kept in memory, but its final weights can be missing. Free some disk "
+        f"Part of this run could not be written to disk: {reason} ({run_dir}). The run continues, "
+        "and its history is kept in memory, but its final weights may be missing. Free some disk "
         "space, or set WORKBENCH_HOME to another folder for later runs."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
@@ -307,7 +307,7 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
     raise RunError(
         "The file with the run's weights is damaged.",
         seen=f"{path}: {what}",
-        allowed="an unchanged file, as the run wrote it",
+        allowed="the unchanged file that the run wrote",
         next_step=f"torch.load({str(plain)!r}, weights_only=True) loads the same weights"
         if plain.is_file() and plain.stat().st_size
         else "restore the folder from a copy, or train again: run.to_cell() gives the cell",
@@ -368,7 +368,7 @@ def save(
         read_meta(source)
     if goal.exists() and not (goal / META).is_file() and not _is_empty_folder(goal):
         raise RunError(
-            "The target contains something that is not a run, so nothing was saved.",
+            "The target contains something that is not a run, so Workbench saved nothing.",
             seen=str(goal),
             allowed="a new path, an empty folder, or the folder of a saved run",
             code="WB-RUN-041",

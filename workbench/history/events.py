@@ -59,6 +59,8 @@ class Moment:
         kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `shed`,
             `inject`, `paused` or `resumed`.
         rank: The rank that it concerns; None: the whole run.
+        after, before: The last step before it, or the first step after it; None: not known. They
+            tell more exactly when it happened, because `t_s` can be the time of its arrival.
     """
 
     t_s: float
@@ -66,6 +68,8 @@ class Moment:
     text: str
     rank: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    after: int | None = None
+    before: int | None = None
 
 
 class Story:
@@ -133,7 +137,8 @@ class Story:
                 self._tell(event, t_s)
             case CheckpointWritten():
                 self._checkpoint(event)
-                self._moment(t_s, event.name, f"checkpoint at step {event.step}")
+                text = f"checkpoint at step {event.step}"
+                self._moment(t_s, event.name, text, after=int(event.step) - 1)
             case Injected():
                 self._moment(t_s, event.name, ", ".join(event.faults) or "no more faults")
             case EpochBegan():
@@ -144,12 +149,13 @@ class Story:
                 self._unmeasured(event)
             case Paused() if self._paused_at is None:
                 self._paused_at = t_s
-                self._moment(t_s, event.name, f"paused at step {event.step}")
+                text = f"paused at step {event.step}"
+                self._moment(t_s, event.name, text, after=int(event.step) - 1)
             case Resumed() if self._paused_at is not None:
                 if len(self.pauses) < MOST_MOMENTS:
                     self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
                 self._paused_at = None
-                self._moment(t_s, event.name, "resumed")
+                self._moment(t_s, event.name, "resumed", before=int(event.step))
             case Healed():  # workers that join or leave are also announced in this way
                 self.changes.append({"event": event.name, **event.to_wire()})
                 gone = frozenset(map(int, event.ranks))
@@ -157,7 +163,7 @@ class Story:
                     self.away |= gone
                 elif event.name != Shed.name:
                     self.away -= gone
-                self._moment(t_s, event.name, _change_words(event))
+                self._moment(t_s, event.name, _change_words(event), before=int(event.step))
             case Gained():
                 for one in self.changes:
                     if one["event"] in (Shed.name, Replaced.name) and one["step"] == event.step:
@@ -194,16 +200,19 @@ class Story:
         *,
         rank: int | None = None,
         values: Mapping[str, Any] | None = None,
+        after: int | None = None,
+        before: int | None = None,
     ) -> None:
         if t_s > 0 and len(self.moments) < MOST_MOMENTS:
-            self.moments.append(Moment(t_s, kind, text, rank, values or {}))
+            self.moments.append(Moment(t_s, kind, text, rank, values or {}, after, before))
 
     def _evaluate(self, event: Evaluated, t_s: float) -> None:
         step, epoch = int(event.step), event.epoch
         if any(known["step"] == step and known["epoch"] == epoch for known in self.evals):
             return  # another rank's report of the same evaluation
         self.evals.append({"step": step, "epoch": epoch, **dict(event.values or {})})
-        self._moment(t_s, event.name, f"evaluation at step {step}", values=dict(self.evals[-1]))
+        text = f"evaluation at step {step}"
+        self._moment(t_s, event.name, text, values=dict(self.evals[-1]), after=step)
         self.evals.sort(key=lambda one: one["step"])
         del self.evals[:-MOST_EVALS]
         self.eval_s += float(event.seconds or 0.0)
@@ -248,7 +257,7 @@ class Story:
         if isinstance(columns, Mapping):
             self.unmeasured.update({str(k): str(v) for k, v in columns.items()})
         else:
-            reason = event.reason or "this strategy cannot measure it"
+            reason = event.reason or "this strategy cannot measure this value"
             self.unmeasured.update(dict.fromkeys(map(str, columns), reason))
 
 

@@ -44,7 +44,7 @@ def moved() -> str:
         return ""
     return (
         f"Runs are saved in {root}, because {wanted} cannot be written. The system may empty this "
-        f"temporary folder. To keep runs, set {HOME_VARIABLE} to a folder of yours, and restart "
+        f"temporary folder. To keep runs, set {HOME_VARIABLE} to a folder of your own, and restart "
         "the kernel."
     )
 

@@ -321,14 +321,13 @@ class LossWatch:
             return ""
         if self._never:
             return (
-                f"The loss is not a number (NaN) from the first step on (step {self.step}), so "
-                f"nothing is "
-                "learned. Look for NaN in the data, and for a loss that does not fit the model's "
-                "output. Training continues."
+                f"The loss has been NaN (not a number) since the first step (step {self.step}), so "
+                "the model learns nothing. Look for NaN in the data, and for a loss that does not "
+                "fit the model's output. Training continues."
             )
         return (
-            f"The loss is not a number (NaN) since step {self.step}, so nothing more is learned. "
-            "Look for NaN in the data. If there is none, lower the learning rate, or use "
+            f"The loss has been NaN or infinite since step {self.step}, so the model no longer "
+            "learns. Look for NaN in the data. If there is no NaN, lower the learning rate, or use "
             "wb.fit(..., clip_norm=1.0). Training continues."
         )
 

@@ -63,24 +63,24 @@ def add_job_commands(commands: Any) -> None:
     add_run_arguments(run)
     compare = _command(commands, "compare", "compare each run with the first one (also in CI)")
     compare.add_argument("places", nargs="+", metavar="PLACE",
-        help="a run folder, a job folder (its newest run), or what run.save wrote")  # fmt: skip
+        help="a run folder, a job folder (its newest run), or a folder of run.save")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
         help='"samples_per_s < 0.95" tests the ratio to the first run; "loss > 0.5 abs" tests '
              "the value itself")  # fmt: skip
     jobs = _command(
-        commands, "jobs", "list the jobs that you submitted; cancel one; show its output"
+        commands, "jobs", "list the jobs that you submitted; cancel a job, or show its output"
     )
     jobs.add_argument(
-        "words", nargs="*", metavar="[cancel|logs] NAME", help="if nothing is given: list all jobs"
+        "words", nargs="*", metavar="[cancel|logs] NAME", help="without a name: list all jobs"
     )
     jobs.add_argument(
         "--last", type=int, default=200, metavar="N", help="number of log lines (default 200)"
     )
     follow = _command(
-        commands, "follow", "show here a run that is on another machine, until the run ends"
+        commands, "follow", "show the progress of a run on another machine, until the run ends"
     )
     follow.add_argument("place", nargs="+", metavar="PLACE",
-        help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
+        help="a folder, ssh://host/dir, or a command that prints the job's output")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
         help="how long to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
@@ -126,9 +126,12 @@ def _compare(given: argparse.Namespace) -> int:
     conditions = [parse_condition(text) for text in given.fail_if]
     loaded = [(place, *load_place(place)) for place in given.places]
     summaries = [run.summarise() for _, run, _ in loaded]
+    compared = compare(summaries)
     runs = [
-        figures_of(run, summary, place=str(place), state=state_of(run, folder))
-        for (place, run, folder), summary in zip(loaded, summaries, strict=True)
+        {**figures_of(run, summary, place=str(place), state=state_of(run, folder)), "run": label}
+        for (place, run, folder), summary, label in zip(
+            loaded, summaries, compared.labels, strict=True
+        )
     ]
     known = dict.fromkeys((*METRICS, *(key for one in runs for key in one if key[:5] == "eval_")))
     for condition in conditions:
@@ -136,7 +139,6 @@ def _compare(given: argparse.Namespace) -> int:
             raise unknown("metric", condition.metric, known)
     checks = check_all(conditions, runs)
     status = status_of(checks)
-    compared = compare(summaries)
     if given.json:
         print_json({
             "format": "workbench-compare/1",
@@ -211,7 +213,7 @@ def carry_out(run: Run, order: Order) -> None:
     """
     if run.is_over:
         raise PlanError(
-            f"Run {run.name} has ended and takes no more orders.",
+            f"Run {run.name} has ended and accepts no more orders.",
             seen=run.state,
             code="WB-PLAN-253",
         )

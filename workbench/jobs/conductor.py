@@ -450,7 +450,7 @@ class Conductor:
         if error is None and "script" not in self._job:
             error = outcome_error(run, task.outcomes)
         elif error is None and not any(one.trained for one in task.outcomes.values()):
-            run.note("The script trained nothing that could be recorded.")
+            run.note("Nothing was recorded: the script trained nothing that Workbench records.")
         for text in outcome_notes(task.outcomes):
             run.note(text)
         run.finish(error)
@@ -518,7 +518,7 @@ class Conductor:
         try:
             lines.pump()
         except (OSError, ValueError) as error:  # the reader has ended; the run continues
-            self.run.note(f"The run's lines are no longer printed: {error}")
+            self.run.note(f"The job's output no longer contains the run's data: {error}")
             return False
         return True
 

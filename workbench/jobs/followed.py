@@ -179,7 +179,7 @@ class FollowedJob(Run):
                 self._gone()
                 or self._keeper_died()
                 or (
-                    (self.place.problem or "the place of the run sends no more records")
+                    (self.place.problem or "no more data arrives from the run")
                     if self.place.over
                     else ""
                 )
@@ -390,7 +390,7 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
             allowed=f"rows of {RECORD.itemsize} bytes",
-            next_step="follow the job with the version of Workbench whose wheel is in the job's "
-            "folder",
+            next_step="install the wheel that is in the job's folder (this is the job's version of "
+            "Workbench), then follow the job again",
             code="WB-RUN-105",
         )

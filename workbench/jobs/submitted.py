@@ -156,7 +156,7 @@ class Submitted:
         follow = self._follow()
         if follow is None:
             raise PlanError(
-                "This run cannot be followed from here.",
+                "This Python process cannot follow the run.",
                 seen=self.name,
                 next_step="import workbench as wb; wb.follow(job.place)",
                 code="WB-PLAN-244",

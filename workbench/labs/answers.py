@@ -123,7 +123,7 @@ class Check:
         self.need(
             number == int(number),
             f"`{name}` is {number:g}, but it must be a whole number.",
-            "what does this number count? It counts whole things, so it cannot be a fraction",
+            "what does this number count? A count cannot be a fraction",
         )
         return int(number)
 
@@ -209,13 +209,13 @@ class Check:
         if "late" in found:
             self.wrong(
                 f"{asked} did not end within {CALL_LIMIT_S:g} s and was interrupted.",
-                "is there a loop that never ends?",
+                "is there a loop that never ends, or a loop with very many rounds?",
             )
         if "raised" in found:
             self.wrong(
                 f"{asked} raised {found['raised']}",
-                f"which line raises the error? `{name}` must also work for other values than those "
-                "of your runs"
+                f"which line raises the error? `{name}` must work for all values, and not only for "
+                "the values of your runs"
                 if what
                 else f"call `{name}` with these values in a new cell: which line raises the error?",
             )
@@ -272,8 +272,8 @@ class Check:
             if isinstance(value, str) and value == "<missing>":
                 self.wrong(
                     f"Worker {rank} has no `{name}`.",
-                    f"run the cell of exercise {self.number} on the engines: it begins with "
-                    "%%distributed",
+                    f"run the cell of exercise {self.number} on the engines, with %%distributed "
+                    "in its first line",
                 )
             if value is None:
                 self.wrong(
@@ -286,8 +286,8 @@ class Check:
         """End the check if engines had died before the latest `ask`: fewer workers answered it."""
         self.need(
             not self._lost,
-            f"The check needs all engines, but these are dead: {', '.join(self._lost)}.",
-            "run the lab's first cell (labs.begin) again, then all cells from there on",
+            f"The check needs all engines, but these engines are dead: {', '.join(self._lost)}.",
+            "run the lab's first cell (labs.begin) again, then all cells below it, in order",
         )
 
     def ask(

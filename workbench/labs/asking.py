@@ -128,7 +128,7 @@ def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
     wrong = any(not finding.right for finding in looking.findings)
     if ended is not None and ended.error and not ended.unread and wrong:
         words = f"The cell of exercise {asked.number} raised a {ended.error} when it was last run."
-        hint = "the lines after the error were not run, so the variables that they set are old"
+        hint = "the lines after the error were not run, so these lines have not set their variables"
         looking.findings.append(Finding(False, words, hint))
 
 

@@ -217,7 +217,7 @@ def time_message(case: Case, size_bytes: int) -> float:
         raise PlanError(
             "size_bytes must be a whole number of at least 1.",
             seen=size_bytes,
-            allowed="bytes, at least 1",
+            allowed="a number of bytes, at least 1",
             code="WB-PLAN-047",
         )
     return message_s(case, int(size_bytes))
@@ -265,7 +265,7 @@ def seal(case: Case, strategy: object, samples_per_s: object) -> None:
 
 def _flaw(strategy: object, samples_per_s: object) -> str:
     if strategy is None or samples_per_s is None:
-        return "a strategy and samples per second are needed"
+        return "give a strategy and the predicted samples per second"
     if strategy not in STRATEGIES:
         return f"{strategy!r} is not one of {', '.join(STRATEGIES)}"
     try:

@@ -121,8 +121,8 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
         said = str(getattr(error, "evalue", ""))
         if said.startswith(_NOT_SHOWN):
             raise WorkbenchError(
-                "The run does not show the result that the lab describes, so its outputs are not "
-                "stored.",
+                "The run does not show the result that the lab describes, so the lab's outputs "
+                "were not stored.",
                 seen=said.removeprefix(_NOT_SHOWN),
                 next_step="build the lab again while nothing else runs; if that fails too, correct "
                 "the lab",

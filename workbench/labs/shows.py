@@ -219,8 +219,8 @@ class Bundle:
         """What the file contains and how to open it."""
         runs = ", ".join(self.names)
         return (
-            f"{self.path}: {runs}. Download it from the file browser. At home, unzip it and load "
-            f'a run, for example with wb.load("{self.names[0]}").'
+            f"{self.path}: {runs}. Download this file from the file browser. At home, unzip "
+            f'the file and load a run, for example with wb.load("{self.names[0]}").'
         )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

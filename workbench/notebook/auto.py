@@ -57,7 +57,7 @@ def chooses(request: RunRequest) -> bool:
             code="WB-PLAN-314",
         )
     besides = [FLAGS[name].long for name in _NOT_BESIDE if getattr(request, name) != UNSAID[name]]
-    besides += [f"several of {FLAGS[axis.field].long}" for axis in request.several]
+    besides += [f"several values of {FLAGS[axis.field].long}" for axis in request.several]
     if chosen and (len(request.strategies) > 1 or besides):
         raise PlanError(
             "The strategy `auto` chooses one strategy and trains one run under it.",

@@ -107,7 +107,7 @@ def job_line(folder: Path) -> str:
     name = os.fspath(folder) if near.startswith("..") else near
     nodes = 2 if processes % 2 == 0 else 1
     return (
-        f"The job is in {name}. Start it in this folder:\n    {start}\n"
+        f"The job is in {name}. Start the job in this folder:\n    {start}\n"
         f"or submit it to a platform from here:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
         + ("The job is not recorded because it runs without Workbench." if known.plain else
@@ -177,14 +177,14 @@ def submit(
     handed = jobs.submit(path, on, resources, name=named, **given_options)
     if follow and read_job(path).plain:
         sys.stdout.write(
-            "The job is not recorded, so it cannot be followed. "
-            f"wb.jobs[{handed.name!r}] shows its state and its logs.\n"
+            "The job runs without Workbench, so its training cannot be shown here. "
+            f"wb.jobs[{handed.name!r}] shows the job's state and its logs.\n"
         )
     elif follow:
         try:
             _show_when_begun(handed, plot)
         except KeyboardInterrupt:
-            sys.stdout.write(f"The job continues: wb.jobs[{handed.name!r}].follow() shows it.\n")
+            sys.stdout.write(f"The job continues: see wb.jobs[{handed.name!r}].follow().\n")
     return handed
 
 

@@ -296,5 +296,5 @@ def kept_words(keeping: Keeping) -> str:
     return (
         f"the cluster is kept as {name}: %cluster attach {name} opens it again, also in another "
         "notebook\n"
-        f"%cluster stop or `workbench stop {name}` ends the cluster; it {end}"
+        f"%cluster stop or `workbench stop {name}` ends the cluster; the cluster {end}"
     )

@@ -114,7 +114,7 @@ class Session:
             raise ClusterError(
                 "This notebook already has a cluster.",
                 seen=self.cluster.keeping.id,
-                next_step="end this cluster with %cluster stop, or attach in another notebook",
+                next_step="run %cluster stop first, or run %cluster attach in another notebook",
                 code="WB-CLUSTER-043",
             )
         found = attach(cluster, take=take)
@@ -179,7 +179,7 @@ class Session:
             ClusterError: No cluster was started; the error names the command.
         """
         if self.cluster is None:
-            gone = f"The notebook's cluster has ended: {self.lost}." if self.lost else ""
+            gone = f"This notebook has no cluster now: {self.lost}." if self.lost else ""
             raise ClusterError(
                 gone or "No cluster is running in this notebook.",
                 next_step="run %cluster start 2 first",
@@ -273,7 +273,7 @@ class Session:
         self.recipe = replace(plans[0].recipe, framework=plans[0].framework)
         if line.background and len(plans) > 1:
             raise PlanError(
-                "Only one run at a time can be in the background.",
+                "One cell can start only one run in the background.",
                 seen=f"{len(plans)} runs",
                 next_step="use cluster.queue() for several runs, one after the other",
                 code="WB-PLAN-131",
@@ -423,7 +423,7 @@ def resume(
     recipe = before.recipe
     if args is None and about.get("arguments"):
         raise PlanError(
-            "The function was called with arguments, and checkpoints do not store them.",
+            "The checkpoint does not store the arguments with which the function was called.",
             seen=recipe.origin,
             allowed=f"args=({about['arguments']} values)",
             next_step="wb.resume(path, args=(...))",

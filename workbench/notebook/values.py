@@ -54,7 +54,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         lacking = [i for i, values in found.items() if name not in values]
         if lacking:
             raise PlanError(
-                f"Engines {lacking} have no {name!r}.",
+                f"These engines do not have the variable {name!r}: {', '.join(map(str, lacking))}.",
                 next_step="pull from an engine that has the variable: --rank ID",
                 code="WB-PLAN-136",
             )

@@ -83,8 +83,8 @@ class LivePart(Part):
         """Load a saved run and show it."""
         if not path.strip():
             raise RunError(
-                "No folder of a run is given.",
-                next_step="type the folder that run.save(path) wrote",
+                "No folder is given.",
+                next_step="type the path of a folder that run.save(path) wrote",
                 code="WB-RUN-055",
             )
         found = load(Path(path.strip()).expanduser())
@@ -120,7 +120,7 @@ class LivePart(Part):
         run = self.run()
         if run is None or run.is_over:
             raise RunError(
-                "No run is active.", next_step="press Run to start one", code="WB-RUN-056"
+                "No run is active.", next_step="press Run to start a run", code="WB-RUN-056"
             )
         return run
 
@@ -187,7 +187,7 @@ class TeachingPart(Part):
         if run is None:
             raise RunError(
                 "There is no run to show yet.",
-                next_step="press Run to start one",
+                next_step="press Run to start a run",
                 code="WB-RUN-057",
             )
         return run
@@ -293,7 +293,9 @@ class FaultsPart(Part):
         run = self._live().run()
         if run is None or run.is_over:
             raise RunError(
-                "Faults need an active run.", next_step="press Run to start one", code="WB-RUN-054"
+                "Faults need an active run.",
+                next_step="press Run to start a run",
+                code="WB-RUN-054",
             )
         return run
 

@@ -458,7 +458,7 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"At most {seen} workers were measured, and the prediction is for {most} workers. "
+                f"{most} workers were not measured: the largest measured run had {seen} workers. "
                 "Switches, hosts and shared links were not measured, so the interval is right "
                 "only if all links are like the measured link."
             )
@@ -498,7 +498,7 @@ class Knows:
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
                 "The prediction assumes that the backward pass takes two thirds of the computation "
-                "time. During this pass, the workers already send gradients in buckets."
+                "time. During the backward pass, the workers already send gradients in buckets."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
             found.append(

@@ -227,7 +227,7 @@ class FollowedRun(Run):
         try:
             self.catch_up()
         except Exception as trouble:  # the run is over even if some data cannot be read
-            self.note(f"This run could only be read in part: {type(trouble).__name__}: {trouble}")
+            self.note(f"A part of this run could not be read: {type(trouble).__name__}: {trouble}")
         finally:
             super().finish(error)
 

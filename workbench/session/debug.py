@@ -67,7 +67,7 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
     info = cluster.engine_set.known(engine)
     if info.state == "dead":
         raise ClusterError(
-            f"Engine {engine} has ended ({info.exit}), so its frames are lost.",
+            f"Engine {engine} has ended ({info.exit}), so its stack frames are lost.",
             allowed=", ".join(map(str, cluster.ids)),
             next_step=f"%cluster logs {engine} shows the engine's last output",
             code="WB-CLUSTER-037",
@@ -84,8 +84,8 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
         stop = paused.stops[engine]
         write_out(
             f"rank {engine} is paused at {stop.where}\n{stop.text}"
-            "This front end has no prompt. Write the debugger's commands in the magic's line: "
-            f"%cluster debug {engine} -c 'p x' -c c\n"
+            "This notebook's front end cannot ask for input. Write the debugger's commands in the "
+            f"magic's line: %cluster debug {engine} -c 'p x' -c c\n"
         )
 
 
@@ -185,7 +185,7 @@ class PostMortem:
                 f"Rank {engine} has no traceback to inspect.",
                 allowed="a rank whose last cell raised an error; after an interrupt there "
                 "is no traceback, and the next cell or %cluster free deletes the traceback",
-                next_step="%cluster debug, without a number, opens the rank that failed first",
+                next_step="%cluster debug without a number opens the rank that failed first",
                 code="WB-RUN-076",
             )
         self.error = str(found["error"])
@@ -215,7 +215,7 @@ class PostMortem:
         text = self._call("command", line)
         if text is None:
             raise RunError(
-                f"The traceback of rank {self.engine} was dropped because another cell was run "
+                f"The traceback of rank {self.engine} was deleted because another cell was run "
                 "after the failure.",
                 code="WB-RUN-078",
             )

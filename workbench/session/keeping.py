@@ -180,7 +180,7 @@ class Keeping:
 
     def _taken(self, pid: int) -> None:
         """Note that another kernel has taken the cluster; called on the warm parent's thread."""
-        reason = f"another notebook took it over (the other kernel has pid {pid})"
+        reason = f"another notebook took over the cluster (the other kernel has pid {pid})"
         threading.Thread(target=self._lose, args=(reason,), name="workbench-taken").start()
 
     def _lose(self, reason: str) -> None:

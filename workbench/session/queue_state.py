@@ -150,7 +150,7 @@ def _scale(seen: Units, wanted: Units) -> float | None:
 
 State: TypeAlias = Literal["waiting", "running", "finished", "stopped", "failed"]
 Outcome: TypeAlias = Literal["finished", "stopped", "failed"]
-TAKEN_OUT = "it was removed from the queue"
+TAKEN_OUT = "the plan was removed from the queue"
 
 
 @dataclass

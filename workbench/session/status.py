@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .access import ClusterAccess
 
 RESIDENT = (
-    "Memory is the resident set size (RSS). Pages that several engines share are counted for each "
-    "of these engines."
+    "Memory is the resident set size (RSS). A memory page that several engines share is counted "
+    "for each of these engines."
 )
 
 

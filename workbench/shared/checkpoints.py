@@ -218,8 +218,7 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
             "ranks' own random states"
         )
     return "; ".join(ways) or (
-        "all other checkpoints are damaged too, or there are none: start again with another "
-        "--checkpoint DIR"
+        "there is no other intact checkpoint: start again with another --checkpoint DIR"
     )
 
 
@@ -517,8 +516,8 @@ def _into_keras(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) 
         raise PlanError(
             "The Keras model has no weights yet because the shape of its input is unknown.",
             seen=model.name,
-            next_step="call the model on a batch, or begin it with keras.layers.Input, then load "
-            "again",
+            next_step="call the model on a batch, or make keras.layers.Input its first layer; then "
+            "load again",
             code="WB-PLAN-107",
         )
     variables: dict[str, Any] = {}

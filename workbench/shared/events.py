@@ -538,7 +538,8 @@ def step(state: State, event: LifeEvent, story: tuple[str, ...] = ()) -> State:
     ):
         return state
     raise InvalidTransitionError(
-        f"{event!r} in state {state!r}; so far: {' > '.join(story) or 'nothing'}"
+        f"event {event!r} is impossible in state {state!r}; events so far: "
+        f"{' > '.join(story) or 'nothing'}"
     )
 
 

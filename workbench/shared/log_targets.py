@@ -22,8 +22,8 @@ PROJECT_LETTERS = 128
 STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
-    "sqlite:///mlflow.db, http://HOST:5000, a database's URI, or just mlflow: to use "
-    "MLFLOW_TRACKING_URI"
+    "sqlite:///mlflow.db, http://HOST:5000, a database's URI; or no URI (`mlflow:`), to "
+    "use the variable MLFLOW_TRACKING_URI"
 )
 
 

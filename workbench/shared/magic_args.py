@@ -144,7 +144,7 @@ def cluster_parser() -> argparse.ArgumentParser:
     add("values", nargs="*", help="start: number of engines; other actions: engine ids")
     add("--devices", help="`auto`, `cpu`, `cuda`, or GPU numbers such as 0,1")
     add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
-    keep = "start: keep the cluster when this notebook ends; `attach` finds it again"
+    keep = "start: keep the cluster when this notebook ends; `attach` opens the cluster again"
     add("--keep", action="store_true", help=keep)
     add(
         "--idle-timeout",
@@ -170,11 +170,11 @@ def _launch_flags(add: Callable[..., Any]) -> None:
     add(
         "--launcher",
         metavar="NAME",
-        help="start: local, ssh, slurm, mpi, or a launcher of ipyparallel",
+        help="start: how engines are started: local, ssh, slurm, mpi, or an ipyparallel launcher",
     )
-    add("--on", metavar="HOSTS", help="ssh: hosts with their engines: node1:4,user@node2:4")
-    add("--nodes", metavar="N", help="slurm: nodes of the job")
-    add("--gpus-per-node", metavar="N", help="slurm: GPUs of each node")
+    add("--on", metavar="HOSTS", help="ssh: hosts and numbers of engines: node1:4,user@node2:4")
+    add("--nodes", metavar="N", help="slurm: number of nodes of the job")
+    add("--gpus-per-node", metavar="N", help="slurm: number of GPUs on each node")
     add(
         "--time",
         metavar="T",
@@ -188,7 +188,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         default=[],
         metavar="LINE",
         help="a shell line that each host runs before its engines start; "
-        "'#SBATCH ...': an option of the job",
+        "a line '#SBATCH ...' sets an option of the Slurm job",
     )
     add(
         "--launcher-option",
@@ -196,7 +196,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         default=[],
         dest="launcher_options",
         metavar="KEY=VALUE",
-        help="an option of sbatch, ssh or mpiexec; python=... is the interpreter on the hosts",
+        help="an option of sbatch, ssh or mpiexec; python=... names the Python of the hosts",
     )
     add(
         "--hosts",
@@ -223,8 +223,8 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         metavar="CMD",
         help="debug: run this pdb command or expression, without a prompt; can be repeated",
     )
-    add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
-    add("-f", "--follow", action="store_true", help="logs: show new lines, until an interrupt")
+    add("--port", metavar="P", help="debug: start debugpy on this loopback port; 0: any free port")
+    add("-f", "--follow", action="store_true", help="logs: show new lines until an interrupt")
     add(
         "-n",
         "--lines",

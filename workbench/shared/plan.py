@@ -154,7 +154,7 @@ class Plan(RunSettings):
                     f"-o {name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
                     allowed=f"on CPUs, another value of `{name}`; `{default}` always works",
-                    next_step=f"leave -o {name} out, or use -o {name}={default}",
+                    next_step=f"remove -o {name}, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )
 
@@ -230,9 +230,9 @@ def make_plan(
         raise PlanError(
             "--spares is useful only if the run can heal after a worker's death.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal (the default with --spares), with one of: "
+            allowed="--on-failure heal (the default with --spares), with one of these strategies: "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
-            next_step="leave --on-failure out, or leave --spares out",
+            next_step="remove --on-failure, or remove --spares",
             code="WB-PLAN-331",
         )
     _check_on_failure(entry, on_failure, count, chosen)
@@ -266,7 +266,7 @@ def plan_of(
     overrides = request.overrides
     if request.several:
         raise PlanError(
-            "One run can have only one value for each flag.",
+            "A run can have only one value for each flag.",
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
@@ -405,7 +405,7 @@ def _check_layout(
             "The global batch is smaller than the number of workers.",
             seen=f"batch_size={batch} on {count} workers",
             allowed=f"batch_size of at least {count}",
-            next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
+            next_step=f"increase --batch-size, or use fewer workers with -n {batch}",
             code="WB-PLAN-087",
         )
     if entry.rules:
@@ -452,7 +452,7 @@ def _check_on_failure(
                 "never receive.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"`heal` without {name}={value}; `stop`; `replace` with --checkpoint DIR",
-                next_step=f"leave out -o {name}={value}",
+                next_step=f"remove -o {name}={value}",
                 code="WB-PLAN-330",
             )
     if on_failure != "continue":

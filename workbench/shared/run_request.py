@@ -100,7 +100,7 @@ class RunRequest(RunSettings):
         metavar="NAME",
         argument="framework",
         help="torch or tensorflow",
-        without="the framework of the recipe, or else of the cluster",
+        without="the recipe's framework; if the recipe has none, the cluster's framework",
         example="%%distributed --framework tensorflow",
     )
     options: dict[str, Any] = _said(  # noqa: RUF009
@@ -124,7 +124,7 @@ class RunRequest(RunSettings):
         read=number("--epochs"),
         several=True,
         help="overrides the cell's number of epochs",
-        without="the argument of `wb.fit`, or else 1",
+        without="the argument of `wb.fit`, or 1",
         example="%%distributed mirrored --epochs 2",
     )
     steps: int | None = _said(
@@ -135,7 +135,7 @@ class RunRequest(RunSettings):
         argument="steps",
         read=number("--steps"),
         several=True,
-        help="overrides the cell's length: number of optimizer steps, instead of epochs",
+        help="overrides the cell's length: number of optimizer steps instead of epochs",
         without="the argument of `wb.fit`",
         example="%%distributed mirrored --steps 200",
     )
@@ -171,7 +171,7 @@ class RunRequest(RunSettings):
         read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
-        without="the argument of `wb.fit`, or else 0",
+        without="the argument of `wb.fit`, or 0",
         example="%%distributed mirrored --seed 7",
     )
     seeds: int | None = _said(
@@ -205,7 +205,7 @@ class RunRequest(RunSettings):
     local: bool = _said(
         "--local",
         False,
-        help="also run the cell in the notebook's kernel",
+        help="run the cell on the engines and also in the notebook's kernel",
         without="off",
         example="%%distributed --local",
     )
@@ -231,7 +231,7 @@ class RunRequest(RunSettings):
         metavar="PRICE",
         trains=True,
         read=several.price_of,
-        help="price of a worker-hour, so that tables also show the cost of an epoch",
+        help="price of one worker for one hour; tables then also show the cost of an epoch",
         without="no costs are shown",
         example="%%distributed one_device,mirrored -n 1,2,4 --price 2.5",
     )
@@ -249,7 +249,7 @@ class RunRequest(RunSettings):
         "--allow-stale",
         False,
         trains=True,
-        help="with `auto`: also allow strategies whose weights differ from those of one device",
+        help="with `auto`: also allow strategies that give other final weights than one device",
         without="only strategies that give the same result as one device",
         example="%%distributed auto --allow-stale",
     )
@@ -269,7 +269,7 @@ class RunRequest(RunSettings):
         "",
         metavar="DIR",
         trains=True,
-        help="do not train here; write a job folder; torchrun can start this job on any machine",
+        help="write a job folder and do not train here; torchrun can start the job on any machine",
         without="the cell is trained here",
         example="%%distributed mirrored -n 2 --to-job job",
     )
@@ -381,7 +381,7 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     for argument, value in asked.items():
         if argument not in _ARGUMENTS:
             raise PlanError(
-                "There is no argument with this name for a run.",
+                "A run has no argument with this name.",
                 seen=argument,
                 allowed=", ".join(_ARGUMENTS),
                 code="WB-PLAN-095",
@@ -429,7 +429,7 @@ def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run the cell on the engines. If the line names a strategy, the cell trains "
-        "under it.",
+        "under this strategy.",
         epilog=_strategies_and_options(),
     )
     for flag in FLAGS.values():

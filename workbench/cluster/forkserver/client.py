@@ -370,7 +370,7 @@ class WarmParent:
         try:
             answer = self._await(future, timeout_s)
         except FutureTimeout:
-            raise self._error(f"{_NAME} did not answer {cmd} within {timeout_s:g} s.") from None
+            raise self._error(f"{_NAME} did not answer {cmd!r} within {timeout_s:g} s.") from None
         if "error" in answer:
             raise self._error(f"{_NAME} refused {cmd}: {answer['error']}")
         return answer

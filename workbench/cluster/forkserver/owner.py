@@ -124,9 +124,9 @@ class Owner:
         sock, message = knocked
         refused = ""
         if not folders.alive(message):
-            refused = "the process that asks is not running"
+            refused = "the process that wants the cluster is not running"
         elif not self.alone and not message.get("take"):
-            refused = "the cluster has an owner"
+            refused = "another process owns the cluster"
         if not refused:
             self._who = {"pid": message["pid"], "create_time": message["create_time"]}
             self.alone = False
@@ -337,7 +337,7 @@ def knock(path: Path, message: Mapping[str, Any]) -> tuple[socket.socket, dict[s
         answer: dict[str, Any] = json.loads(_line(sock))
     except ValueError as error:
         sock.close()
-        raise OSError("the answer was cut off") from error
+        raise OSError("the answer was incomplete") from error
     except BaseException:
         sock.close()
         raise

@@ -106,7 +106,7 @@ def first_stage(framework: str) -> dict[str, Any]:
             _allowed.threads = _count_threads()
         hazard = fork_hazard()
         if hazard:
-            report["error"] = f"forking is not safe here: {hazard}"
+            report["error"] = f"it is not safe to fork this process: {hazard}"
     report["seconds"] = round(time.perf_counter() - began, 3)
     return report
 
@@ -183,7 +183,7 @@ def _harmless_in_child(name: str) -> bool:
     if pid == 0:
         import_module(name)
         if trouble := fork_hazard():
-            sys.stderr.write(f"{name} is not imported before the engines start: {trouble}\n")
+            sys.stderr.write(f"{name} is imported only after the engines start: {trouble}\n")
             sys.stderr.flush()
         os._exit(1 if trouble else 0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -290,7 +290,7 @@ class WarmServer:
             self._import(asked=True)
         trouble = preload.fork_hazard()
         if trouble:
-            raise RuntimeError(f"forking is not safe here: {trouble}")
+            raise RuntimeError(f"it is not safe to fork this process: {trouble}")
         pid = os.fork()
         if pid == 0:
             self._job = job
@@ -530,7 +530,7 @@ def _enter_folder(path: str) -> None:
         os.chdir(path)
     except OSError as error:
         sys.stderr.write(
-            f"The working directory {path} cannot be entered ({error}); using / instead\n"
+            f"The engine cannot use the working directory {path} ({error}). It uses /.\n"
         )
         os.chdir("/")
 

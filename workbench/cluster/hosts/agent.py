@@ -200,7 +200,7 @@ class Agent:
         self._wakeup.set()
 
     def _told_to_end(self, number: int, _frame: FrameType | None) -> None:
-        why = f"its agent was told to end ({signal.Signals(number).name})"
+        why = f"Workbench's agent on this host received {signal.Signals(number).name}"
         now = time.monotonic()
         if not self._leaving and number == signal.SIGTERM:
             self._leaving, self._told_at, self._warns = why, now, True

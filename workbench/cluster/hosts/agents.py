@@ -192,14 +192,14 @@ class Agents:
             with self._lock:
                 host.waiting = {n: one for n, one in host.waiting.items() if one is not future}
             raise ClusterError(
-                f"{host.name} does not answer.",
+                f"Host {host.name} does not answer.",
                 seen=f"no answer for {timeout_s:g} s",
                 next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-057",
             ) from None
         if found.error:
             raise ClusterError(
-                f"{host.name} could not do what the notebook asked.",
+                f"Host {host.name} could not carry out the notebook's request.",
                 seen=found.error,
                 code="WB-CLUSTER-058",
             )
@@ -287,7 +287,7 @@ class Agents:
             try:
                 self._take(identity, message)
             except Exception:  # an error of one host must not block the others
-                log.exception("A message of an agent was not understood")
+                log.exception("A message from a host's agent could not be processed")
 
     def _take(self, identity: bytes, message: wire.Up) -> None:
         host = next((one for one in self.hosts if one.identity == identity), None)
@@ -323,8 +323,8 @@ class Agents:
             self.refused += 1
             if len(self.turned_away) < TOLD_OF:
                 who = f"{facts.hostname} ({facts.address}, pid {facts.pid})"
-                self.turned_away.append(f"An agent on {who} was refused: {why}.")
-            log.warning("An agent on %s (%s) was refused: %s", facts.hostname, facts.address, why)
+                self.turned_away.append(f"The cluster refused an agent on {who}: {why}.")
+            log.warning("Refused an agent on %s (%s): %s", facts.hostname, facts.address, why)
             self._send(identity, wire.End())
             return
         with self._lock:
@@ -350,7 +350,7 @@ class Agents:
         """Return why an agent is refused at a place, in words; empty if it is accepted."""
         there = self.living
         if self.expected and len(there) >= self.expected:
-            return f"all {self.expected} hosts that were started have answered already"
+            return f"all {self.expected} hosts of the cluster have already answered"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
             return f"host number {place} has already answered: {holder.name}"
         return ""
@@ -409,7 +409,7 @@ class HostFiles:
             return wire.Seen.told(found)
         except BadMessageError as error:
             raise RunError(
-                f"{host.name} sent an invalid description of files.",
+                f"Host {host.name} sent an invalid description of its files.",
                 seen=str(found)[:200],
                 next_step="run %cluster stop, then %cluster start",
                 code="WB-RUN-099",
@@ -495,7 +495,7 @@ class HostFiles:
 def gone_error(host: Host) -> ClusterError:
     """Return the error for a request to a lost host."""
     return ClusterError(
-        f"{host.name} is gone: {host.gone}.",
+        f"The connection to host {host.name} has ended: {host.gone}.",
         next_step="%cluster shows which engines are alive",
         code="WB-CLUSTER-059",
     )

@@ -197,10 +197,10 @@ def check_keep(launcher: str) -> None:
     """Raise PlanError if engines of this launcher should outlive the notebook."""
     if launcher != LOCAL:
         raise PlanError(
-            "Only engines of this machine can continue after the end of the notebook.",
+            "Only engines on this machine can continue after the notebook has ended.",
             seen=f"--keep --launcher {launcher}",
             allowed="--keep without --launcher",
-            next_step="remove --keep; --checkpoint saves the training",
+            next_step="remove --keep, and save the training with --checkpoint",
             code="WB-PLAN-176",
         )
 
@@ -262,7 +262,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
         owners = [other for other in TAKES if name in TAKES[other]]
         flags = ", ".join(f"--{each.replace('_', '-')}" for each in takes)
         raise PlanError(
-            f"The launcher {launcher!r} does not take {one.shown.split()[0]}.",
+            f"The launcher {launcher!r} does not accept {one.shown.split()[0]}.",
             seen=one.shown,
             allowed=flags.replace("--options", "--launcher-option"),
             next_step=f"remove this flag, or use --launcher {' or '.join(owners)}",
@@ -276,8 +276,8 @@ def _check_programs(launcher: str) -> None:
             f"The launcher {launcher!r} needs programs that are not in PATH: {', '.join(missing)}.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             allowed=f"launchers that can be used here: {', '.join(installed())}",
-            next_step=f"install Debian's package {PROGRAMS[launcher][1]}, or start Jupyter where"
-            f" {missing[0]} is found",
+            next_step=f"install Debian's package {PROGRAMS[launcher][1]}, or start Jupyter on "
+            f"a machine with {missing[0]}",
             code="WB-PLAN-175",
         )
 
@@ -295,9 +295,9 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
     slots = [host.slots for host in settings.on]
     if slots and all(slots) and sum(slots) < engines:
         raise PlanError(
-            "The requested engines need more slots than the hosts have.",
+            "The hosts have too few slots. Each engine needs one slot.",
             seen=f"{sum(slots)} slots for {engines} engines",
-            allowed=f"slots that add up to at least {engines}, or a host without a number of slots",
+            allowed=f"at least {engines} slots on all hosts together, or a host without `:SLOTS`",
             next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"
             f"{settings.on[0].slots + engines - sum(slots)}",
             code="WB-PLAN-169",
@@ -356,9 +356,9 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
     for name, table in tables.items():
         if name not in OURS or not isinstance(table, dict):
             raise PlanError(
-                f"{path}: there is no table with this name.",
+                f"{path}: the name of this table is not valid.",
                 seen=f"[{name}]" if isinstance(table, dict) else f"{name} = {table!r}",
-                allowed="the tables [ssh], [slurm] and [mpi], which contain names of flags",
+                allowed="the tables [ssh], [slurm] and [mpi], with the names of flags as keys",
                 next_step="correct this table's name in the file",
                 code="WB-PLAN-179",
             )
@@ -376,7 +376,7 @@ def _of_table(table: Mapping[str, Any], launcher: str, path: str) -> dict[str, G
             continue  # taken with it
         if name not in TAKES[launcher]:
             raise PlanError(
-                f"{where}: there is no such setting.",
+                f"{where}: there is no setting with this name.",
                 seen=key,
                 allowed=", ".join((*TAKES[launcher], "python")),
                 next_step="correct this setting in the file",
@@ -435,7 +435,7 @@ def _word(one: Given) -> str:
     text = _text(one)
     if not _WORD.fullmatch(text):
         raise PlanError(
-            "A scheduler does not accept this name.",
+            "This name of a partition or an account is not valid.",
             seen=one.shown,
             allowed="letters and digits; inside the name also - _ . ,",
             next_step="`sinfo` lists partitions; `sacctmgr show user $USER` lists accounts",
@@ -465,8 +465,8 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
             raise PlanError(
                 "The list of hosts is invalid.",
                 seen=f"{text or 'nothing between two commas'!s} in {one.shown}",
-                allowed="names or addresses with commas between them, each as host, host:4 (four"
-                " engines) or user@host:4; put a port or a key into ~/.ssh/config",
+                allowed="names or addresses with commas between them: host, host:4 (four engines)"
+                " or user@host:4; put a port or a key into ~/.ssh/config",
                 next_step="--on node1:4,user@node2:4",
                 code="WB-PLAN-167",
             )
@@ -475,7 +475,7 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
             raise PlanError(
                 "A host is named twice.",
                 seen=f"{found[name].name} and {match[1]}",
-                allowed="each host once, with the sum of its engines",
+                allowed="each host once, with the total number of its engines",
                 next_step=f"--on {match[1]}:{found[name].slots + int(match[2] or 0) or 2}",
                 code="WB-PLAN-168",
             )
@@ -582,7 +582,7 @@ def _checked_options(one: Given, launcher: str) -> dict[str, str]:
                 allowed=f"--{key} {value}".strip() if own else f"{key}=value, as for ssh -o",
                 next_step=f"remove {key} from the launcher's options"
                 if own
-                else "`man ssh_config` explains it",
+                else f"`man ssh_config` explains the option {key}",
                 code="WB-PLAN-182",
             )
     return found

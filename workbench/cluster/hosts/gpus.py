@@ -193,7 +193,7 @@ class HostDevices:
             return f"{'; '.join(words)}, so all workers compute on the CPU.{step}"
         if len(kinds) > 1 and not auto:
             raise PlanError(
-                "The hosts' GPUs are of different kinds, so their workers cannot form a group.",
+                "The hosts have different kinds of GPUs, so the workers cannot form a group.",
                 seen="; ".join(f"{names[room]}: {one.kind}" for room, one in each.items()),
                 allowed="GPUs of one kind",
                 next_step="use --devices cpu, or hosts with GPUs of one kind",
@@ -201,7 +201,7 @@ class HostDevices:
             )
         if len(kinds) > 1:
             both = " and ".join(kinds)
-            return f"GPUs of {both} cannot form a group, so all workers compute on the CPU."
+            return f"GPUs of different kinds ({both}) cannot form a group, so workers use the CPU."
         if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
             return "MIG instances cannot form an NCCL group, so all workers compute on the CPU."
         return None
@@ -240,7 +240,7 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
     """Return an error about devices as one about a host's."""
     if isinstance(error, ClusterError):
         return ClusterError(
-            f"--devices asks for GPUs, but {host.name} has none that can be used.",
+            f"--devices asks for GPUs, but Workbench cannot use a GPU on {host.name}.",
             seen=error.seen,
             allowed="hosts with GPUs that the driver reports and CUDA_VISIBLE_DEVICES includes",
             next_step=error.next_step,
@@ -252,6 +252,6 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         seen=error.seen,
         allowed=error.allowed,
         next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove "
-        "--devices, so that Workbench chooses",
+        "--devices, so that Workbench chooses the GPUs",
         code="WB-PLAN-187",
     )

@@ -262,7 +262,7 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
     last = said or "nothing"
     if code == wire.CANNOT_IMPORT:
         return ClusterError(
-            f"{what}: Workbench cannot be used on the host.",
+            f"{what}: Python on the host cannot import Workbench.",
             seen=last.splitlines()[-1],
             next_step="install the notebook's version of Workbench on the host (pip install "
             "'distributed-workbench[torch]'), or give the host's interpreter: --launcher-option "
@@ -275,14 +275,14 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and ports that are "
             "open",
-            next_step="change or remove --listen; set --ports for a firewall; "
+            next_step="change or remove --listen; set --ports to ports that the firewall allows; "
             "`workbench doctor --on HOST` checks the connection",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")
     if program == "ssh" and code == SSH_FAILED:
         return ClusterError(
-            f"There is no ssh connection to {host}.",
+            f"ssh cannot connect to {host}.",
             seen=last.splitlines()[-1],
             next_step=f"make `ssh {host} true` work in a terminal without a password",
             code="WB-CLUSTER-079",
@@ -300,7 +300,7 @@ def refuse_missing(program: str, package: str) -> None:
     """Raise ClusterError if a launcher's program is not installed."""
     if shutil.which(program) is None:
         raise ClusterError(
-            f"{program} is not installed here.",
+            f"{program} is not installed on this machine.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             next_step=f"install {program} (Debian: apt-get install {package}), or load its "
             "environment module before you start Jupyter",
@@ -441,7 +441,7 @@ class Mpi:
     def ended(self, place: int) -> str:
         """Whether mpiexec is over."""
         one = self._started
-        return "" if one is None or one.code is None else f"mpiexec has ended (code {one.code})"
+        return "" if one is None or one.code is None else f"mpiexec ended (exit code {one.code})"
 
     def stop(self) -> None:
         """End mpiexec."""

@@ -175,7 +175,7 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts cannot run cells, because their versions differ from the notebook's.",
+                "The hosts cannot run cells, because they have other versions than the notebook.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the notebook's versions on the hosts, or give another "
                 "interpreter: --launcher-option python=/path/to/python",
@@ -228,10 +228,13 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"on this host, {cwd} is not the notebook's folder but another folder, so the "
+                f"on this host, {cwd} is a different folder than on the notebook's machine, so the "
                 "notebook's files are missing"
             )
-        return f"the notebook's folder {cwd} does not exist, so engines start in {host.facts.home}"
+        return (
+            f"this host does not have the notebook's folder {cwd}, so engines start in "
+            f"{host.facts.home}"
+        )
 
     def differences(self, engines: Sequence[int], framework: str) -> list[str]:
         """Return the notes about the hosts of a run's engines, a sentence each."""
@@ -248,7 +251,7 @@ class HostedEngines:
                     "Install the same version everywhere."
                 )
             elif name not in others:
-                said.append(f"The hosts of this run differ: {_words(name, seen)}.")
+                said.append(f"The hosts of this run have different versions: {_words(name, seen)}.")
         return said + [f"{one.name}: {note}" for one in hosts for note in one.facts.notes]
 
     def cores_of(self, engine: int) -> int:

@@ -203,7 +203,7 @@ class Srun:
     @property
     def asks(self) -> str:
         """Its first action."""
-        return f"starting a step in allocation {os.environ[ALLOCATION]}"
+        return f"starting a Slurm job step in allocation {os.environ[ALLOCATION]}"
 
     def start(self, join: wire.Join, engines: int) -> None:
         """Start the step."""

@@ -102,10 +102,10 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint does not belong to this cell: the checkpoint's training began "
-                "after a different number of earlier steps.",
-                seen=f"{self.context.trained} steps came before this training, and "
-                f"{about['base']} steps before the checkpoint's training",
+                "The checkpoint does not belong to this cell, because the numbers of earlier steps "
+                "are different.",
+                seen=f"{self.context.trained} steps before this training, and {about['base']} "
+                "steps before the training of the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
                 code="WB-FIT-002",
             )
@@ -146,8 +146,8 @@ class Checkpoints:
                 "The checkpoint does not fit the model, optimizer or scheduler of the cell.",
                 seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 allowed="the model, optimizer and scheduler with which the checkpoint was saved",
-                next_step="run the cell as it was when the checkpoint was saved, or start a new "
-                "run with another --checkpoint DIR",
+                next_step="run the unchanged cell that saved the checkpoint, or start a new run "
+                "with another --checkpoint DIR",
                 code="WB-FIT-003",
             ) from error
         if whole and own is not None:
@@ -167,7 +167,9 @@ class Checkpoints:
             return
         then = int(start.about["world_size"])
         workers = (
-            "" if then == spec.world_size else f" (saved by {then} workers, now {spec.world_size})"
+            ""
+            if then == spec.world_size
+            else f" (saved by {then} workers, now {spec.world_size} workers)"
         )
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         self.context.emit(events.Noted(rank=0, text=text))
@@ -531,7 +533,7 @@ class Writer:
         """Report that checkpoints are written again, if several were missed."""
         if len(self._missed) > 1:
             self._warn(
-                f"Since step {step}, checkpoints can be written again. Before, "
+                f"Since step {step}, Workbench can write checkpoints again. Before this step, "
                 f"{self._how_many()} could not be written."
             )
         self._missed.clear()
@@ -544,7 +546,7 @@ class Writer:
     def _stands(self) -> str:
         last = checkpoints.latest(self._folder)
         return (
-            f"the last good checkpoint is of step {last.step}"
+            f"the last complete checkpoint is from step {last.step}"
             if last
             else "there is no earlier checkpoint"
         )

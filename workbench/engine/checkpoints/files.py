@@ -117,9 +117,9 @@ def encode(
         kind = _kind(value)
         if kind is None:
             raise FitError(
-                "A checkpoint cannot hold this part of the state.",
+                "A checkpoint cannot store this part of the state.",
                 seen=f"{path}: {type(value).__name__}",
-                allowed="numbers, strings, tensors, arrays, and lists and dicts of these",
+                allowed="numbers, strings, tensors, arrays, and lists and dicts of these values",
                 code="WB-FIT-001",
             )
         if isinstance(value, Mapping):

@@ -67,7 +67,7 @@ def write(folder: str) -> str:
         RunError: Nothing was kept.
     """
     if not _kept:
-        raise RunError("This engine keeps no state of the run that failed.", code="WB-RUN-027")
+        raise RunError("This engine has not kept the state of the failed run.", code="WB-RUN-027")
     about, write_state = _kept["about"], _kept["write"]
     final = Path(folder) / f"step-{about['step']}"
     temporary = final.with_name(f"{final.name}.tmp")

@@ -177,7 +177,7 @@ class LiveDebugger(Debugger):
         if not reason:
             self._open = True
             if asks.announce:
-                tell(f"paused at {where}; %cluster debug {asks.engine} opens it")
+                tell(f"paused at {where}; %cluster debug {asks.engine} opens the debugger")
             return True
         if not was_deaf:
             how = HOW.format(engine=asks.engine)
@@ -321,9 +321,9 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     elif asks is not None:
         reason = "this rank is already paused"
     raise RunError(
-        f"{name} was called on an engine, where typing is impossible: {reason}.",
+        f"{name} cannot read an answer on this engine: {reason}.",
         seen=str(prompt),
-        next_step="call it in a cell of the notebook, then %push the value to the engines",
+        next_step=f"call {name} in a cell of the notebook, then %push the value to the engines",
         code="WB-RUN-004",
     )
 

@@ -61,7 +61,7 @@ GROUP = Rule("to join the process group")
 COLLECTIVE = Rule(
     "in {}", idle="thread", outermost=True, modules=("torch.distributed.distributed_c10d",)
 )
-BOARD = Rule("to meet the other engines")
+BOARD = Rule("for the other engines")
 ALL_REDUCE = Rule("in all_reduce", idle="thread")
 RECEIVE = Rule("in recv", idle="thread", modules=("torch.distributed.pipelining",))
 MESSAGE = Rule("for a message from another worker")

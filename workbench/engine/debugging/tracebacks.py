@@ -301,7 +301,7 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the inner sizes {0} and {1} differ. At a `Linear` layer, the batch has {0} features: "
+        "the inner sizes {0} and {1} differ. In a `Linear` layer, the input has {0} features: "
         "write nn.Linear({0}, ...), or put nn.Flatten() before this layer",
     ),
     (
@@ -312,20 +312,20 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
-        "the layer needs {0} axes, the batch axis included, but the data has {1} axes, shape {2}. "
+        "the layer needs {0} axes (with the batch axis), but the data has {1} axes: shape {2}. "
         "x[..., None] adds a channel axis to grey images; keras.layers.Flatten() removes axes",
     ),
     (
         r"must have the same rank \(ndim\)\. Received: target\.shape=\((\d+|None),\), "
         r"output\.shape=\((?:\d+|None), (\d+)\)",
         "the labels are class numbers, but the output has {1} values: use "
-        "loss='sparse_categorical_crossentropy', or the labels keras.utils.to_categorical(y, {1})",
+        "loss='sparse_categorical_crossentropy', or labels from keras.utils.to_categorical(y, {1})",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\((?:\d+|None), (\d+)\)",
         "the labels have {0} values each (one-hot), but the loss takes class numbers: "
-        "use loss='categorical_crossentropy', or the labels y.argmax(-1)",
+        "use loss='categorical_crossentropy', or convert the labels: y.argmax(-1)",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
@@ -336,8 +336,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
-        "labels and output have different shapes, {0} and {1}: the last layer needs one output per "
-        "value of a label. For images, begin the model with keras.layers.Flatten()",
+        "labels and output have different shapes, {0} and {1}: the last layer needs as many "
+        "outputs as a label has values. For images, begin the model with keras.layers.Flatten()",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
@@ -358,7 +358,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Invalid dtype: (str|object|bytes)",
-        "the data holds text or objects, but models take numbers: use x.astype('float32'). For "
+        "the data contains text or objects, but models need numbers: use x.astype('float32'). For "
         "class names, use numpy.unique(y, return_inverse=True)[1]",
     ),
     (
@@ -408,7 +408,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
         "use a smaller batch, or a strategy that spreads the model: model_split, central_storage. "
         "TensorFlow keeps its GPU memory for later cells, so %cluster free returns no memory to "
-        "other programs. To return it, use %cluster restart",
+        "other programs. To return this memory, run %cluster restart",
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
@@ -417,26 +417,26 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"being mapped to multiple devices|Visible devices cannot be modified after",
-        "TensorFlow's GPUs cannot change after its first operation, and a worker sees only its own "
-        "GPUs anyway: remove set_visible_devices, then %cluster restart",
+        "TensorFlow cannot change its GPUs after the first operation. A worker sees only its own "
+        "GPUs, so remove set_visible_devices, then run %cluster restart",
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
-        "CUDA sees no GPU: check nvidia-smi in the same container, and the variable "
-        "CUDA_VISIBLE_DEVICES, then %cluster restart; %cluster start --devices cpu needs no GPU",
+        "CUDA sees no GPU: run nvidia-smi in the same container, check CUDA_VISIBLE_DEVICES, then "
+        "run %cluster restart; to train without a GPU, run %cluster start --devices cpu",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
         r"|lib(?:cu|nv|nccl)[\w.+-]*: cannot open shared object file",
         "TensorFlow's GPU libraries are missing in the engines' Python: run "
-        "%pip install 'tensorflow[and-cuda]', then %cluster restart",
+        "%pip install 'tensorflow[and-cuda]', then run %cluster restart",
     ),
     (
         r"Loaded runtime CuDNN library|DNN library (?:is not found|initialization failed)"
         r"|No DNN in stream executor",
-        "TensorFlow did not find the cuDNN that it needs, or the GPU has no memory for cuDNN: "
-        "run %pip install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch "
-        "installs one), check with nvidia-smi what else uses the GPU, then %cluster restart",
+        "TensorFlow did not find the right cuDNN, or the GPU has no memory for cuDNN. Run %pip "
+        "install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch has "
+        "one). Run nvidia-smi to see the programs on the GPU. Then run %cluster restart",
     ),
     (
         r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"
@@ -459,17 +459,17 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"no kernel image is available",
-        "this torch was not built for this GPU: install a wheel for the CUDA version of the GPU "
+        "the installed torch does not support this GPU: install another build of torch "
         "(https://pytorch.org/get-started/locally), or use --devices cpu",
     ),
     (
         r"driver version is insufficient|NVIDIA driver on your system is too old",
-        "the GPU's driver is older than this framework's CUDA: update the driver, install a wheel "
+        "the GPU's driver is too old for this framework's CUDA: update the driver, install a wheel "
         "for an older CUDA, or use --devices cpu",
     ),
     (
         r"CUDA_ERROR_ALREADY_MAPPED|resource already mapped",
-        "another process shares this memory by CUDA IPC and has not released it: "
+        "another process still uses the memory of a tensor (CUDA IPC): run "
         "%cluster restart, then send tensors between processes as CPU tensors",
     ),
     (
@@ -500,7 +500,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Expected more than 1 value per channel when training",
-        "BatchNorm needs two samples or more on every worker, in each batch: "
+        "BatchNorm needs at least two samples on every worker, in each batch: use "
         "DataLoader(..., drop_last=True), a larger batch, or GroupNorm instead of BatchNorm",
     ),
     (
@@ -510,12 +510,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Connection closed by peer|Connection reset by peer",
         "read the error of the rank that closed the connection. If that rank shows no error, its "
-        "loop was shorter: let all ranks take the same number of steps",
+        "loop was shorter: all ranks must take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
         "install the module in the notebook's Python, which the engines use: %pip install {0} "
-        "(some packages have another name than their module), then run the cell again",
+        "(a package can have another name than its module), then run the cell again",
     ),
     (
         r"Trying to backward through the graph a second time",
@@ -524,8 +524,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
         r"(\[[\d, ]*\])",
-        "the samples of a batch differ in shape, {0} and {1}: make them equal in the data set, or "
-        "pad them in DataLoader(..., collate_fn=...)",
+        "samples of a batch have different shapes, {0} and {1}: give all samples one shape in the "
+        "data set, or pad them in DataLoader(..., collate_fn=...)",
     ),
     (
         r"(?:loss|linear|conv\w*)\(\): argument 'input' .+ must be Tensor, not NoneType",
@@ -535,21 +535,21 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"before Module\.__init__\(\) call",
         "begin the model's __init__ with super().__init__()",
     ),
-    (r"^SystemExit", "to end a cell early use `raise`, or put the rest under an `if`"),
+    (r"^SystemExit", "to end a cell early, use `raise`, or put the rest under an `if`"),
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED} is too small; worker processes of a DataLoader pass batches through it. "
+        f"{SHARED} is too small. Worker processes of a DataLoader store batches there. "
         "Use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
         f"{SHARED} (docker run --shm-size=2g)",
     ),
     (
         r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
-        "the limit of processes and threads is reached: raise the container's pids limit (docker "
+        "there are too many processes and threads: raise the container's pids limit (docker "
         "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
     ),
     (r"No space left on device|Disk quota exceeded", "delete some files, or use another folder"),
-    (r"Address already in use|EADDRINUSE", "use another port, or 0 for any free port"),
+    (r"Address already in use|EADDRINUSE", "use another port, or port 0 for any port not in use"),
 )
 
 

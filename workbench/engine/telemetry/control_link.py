@@ -305,8 +305,8 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured: {recorder.trouble}. The recorded times are "
-                f"those at which the host began {'this step' if many == 1 else 'these steps'}.",
+                text=f"{steps} not measured: {recorder.trouble}. The recorded times "
+                f"show when the host began {'this step' if many == 1 else 'these steps'}.",
             )
         )
 

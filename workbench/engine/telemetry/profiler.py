@@ -176,7 +176,7 @@ def gate(spec: RunSpec, note: Callable[[str], object]) -> Gate:
     module = importlib.import_module(f"workbench.engine.{spec.framework}.support")
     folder = run_folder(spec.run_dir, spec.run_id)
     if folder is None:
-        note("No profile: this engine is on a machine from which Workbench copies no files.")
+        note("No profile: Workbench does not copy files from this engine's machine.")
         return Gate()
     path = folder / PROFILES / _name(spec)
     start, stop = spec.profile
@@ -208,7 +208,7 @@ def check_profile(run: RunContext, total_steps: int) -> None:
     if run.spec.profile and run.spec.profile[0] >= run.trained + total_steps:
         start, stop = run.spec.profile
         raise FitError(
-            "--profile names steps that this training does not have.",
+            "This training ends before the first step of --profile.",
             seen=f"{start}:{stop} of {total_steps} steps",
             allowed=f"0 to {total_steps}",
             next_step=f"use --profile {max(0, total_steps - 5)}:{total_steps}",

@@ -155,7 +155,7 @@ def check(devices: Sequence[str]) -> None:
             raise EngineSpentError(
                 "TensorFlow has already used another GPU on this engine, and cannot change to this "
                 "worker's GPU.",
-                seen=f"{_type(device)}:{number} is GPU {before}",
+                seen=f"TensorFlow's {_type(device)}:{number} is GPU {before}",
                 allowed=f"GPU {_number(device)}",
                 next_step="%cluster restart",
                 code="WB-CLUSTER-051",
@@ -178,8 +178,8 @@ def _unseen(device: str, found: int) -> ClusterError:
         "TensorFlow does not see this worker's GPU.",
         seen=f"{device}; TensorFlow {tf.__version__} {built} and sees {found} GPUs",
         allowed="GPUs that TensorFlow can use",
-        next_step="pip install 'tensorflow[and-cuda]' in the engines' Python (its CUDA libraries "
-        "may be missing), or %cluster start --devices cpu",
+        next_step="pip install 'tensorflow[and-cuda]' in the engines' Python (TensorFlow's CUDA "
+        "libraries may be missing), or %cluster start --devices cpu",
         code="WB-CLUSTER-053",
     )
 
@@ -284,7 +284,7 @@ def memory_words() -> str:
         with contextlib.suppress(ValueError, tf.errors.OpError):  # not every kind can tell
             held = tf.config.experimental.get_memory_info(place)
             now, most = held["current"] / 1e9, held["peak"] / 1e9
-            found.append(f"{place} holds {now:.1f} GB (at most {most:.1f} GB so far)")
+            found.append(f"{now:.1f} GB on {place} (at most {most:.1f} GB so far)")
     return "; ".join(found)
 
 

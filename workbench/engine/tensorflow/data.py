@@ -19,7 +19,10 @@ from ...errors import FitError
 from ..contract import Share
 from ..training.shares import Order, Source, Workers, make_order, share_bounds
 
-KINDS = "(x, y) arrays, a tf.data.Dataset, a keras.utils.PyDataset, or a data set with an index"
+KINDS = (
+    "(x, y) arrays, a tf.data.Dataset, a keras.utils.PyDataset, or a data set with __len__ and "
+    "__getitem__"
+)
 
 
 class ArraySource(Source):
@@ -99,7 +102,7 @@ def batch_length(batch: Any) -> int:
     leaves = tf.nest.flatten(batch)
     if not leaves or not np.ndim(leaves[0]):
         raise FitError(
-            "A batch must contain an array, so that its samples can be counted.",
+            "A batch must contain an array, whose first dimension is the number of samples.",
             seen=type(batch).__name__,
             code="WB-FIT-032",
         )
@@ -141,7 +144,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if batch_size is None:
         raise FitError(
             "batch_size is missing.",
-            allowed="a whole number: the samples of one step, over all workers",
+            allowed="a whole number: the samples of one step, on all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-034",
         )
@@ -197,9 +200,9 @@ def batched(data: Any) -> int | None:
 def _same_batch(made: int, asked: int | None) -> None:
     if asked not in (None, made):
         raise FitError(
-            "batch_size differs from the size of the batches that the data set already has.",
+            "The data set is already divided into batches of another size.",
             seen=f"batches of {made}, batch_size={asked}",
-            next_step=f"leave batch_size out, or use data.unbatch().batch({asked})",
+            next_step=f"remove batch_size, or use data.unbatch().batch({asked})",
             code="WB-FIT-039",
         )
 
@@ -227,9 +230,9 @@ def divisible(loader: Any, *, seed: int) -> Source:
         FitError: Always.
     """
     raise FitError(
-        "A TensorFlow loop divides its data itself: wb.prepare takes no loader.",
+        "In a TensorFlow loop of your own, wb.prepare does not take a loader.",
         seen=type(loader).__name__,
-        next_step="strategy.experimental_distribute_dataset(data)",
+        next_step="divide the data with strategy.experimental_distribute_dataset(data)",
         code="WB-FIT-041",
     )
 

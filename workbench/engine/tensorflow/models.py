@@ -27,7 +27,7 @@ def build_module(model: Any) -> Any:
         "The model is not a Keras model.",
         seen=foreign(built)
         or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
-        allowed="a keras.Model, or a function without arguments that returns one",
+        allowed="a keras.Model, or a function without arguments that returns a model",
         next_step="pass the model itself: wb.fit(model, ...)",
         code="WB-FIT-042",
     )
@@ -54,7 +54,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
         raise FitError(
             "`optimizer` must be a Keras optimizer or a function.",
             seen=optimizer,
-            allowed="a keras.optimizers.Optimizer, or a function that makes one from the variables",
+            allowed="an optimizer of keras.optimizers, or a function (variables) -> optimizer",
             next_step="optimizer=keras.optimizers.SGD(0.1)",
             code="WB-FIT-043",
         )
@@ -70,7 +70,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         raise FitError(
             "`scheduler` must be a function that takes the step and returns the learning rate.",
             seen=f"scheduler(0) raised {type(error).__name__}: {error}",
-            allowed="a function (step) -> learning rate, or one of keras.optimizers.schedules",
+            allowed="a function (step) -> learning rate, or a schedule of keras.optimizers",
             next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
             code="WB-FIT-044",
         ) from error

@@ -65,8 +65,9 @@ LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
 
 MADE_ANEW = (
-    "TensorFlow had started with {before} this run needs, so it was restarted with {devices}. "
-    "Tensors, variables and models of earlier cells can no longer be used on this engine."
+    "TensorFlow had started with {before} this run needs, so Workbench restarted TensorFlow with "
+    "{devices}. Tensors, variables and models of earlier cells can no longer be used on this "
+    "engine."
 )
 
 
@@ -292,18 +293,18 @@ def explain(error: BaseException) -> str | None:
 
 
 _OUTSIDE = (
-    "the optimizer was called outside a replica. Put forward, backward and optimizer into a "
-    "function `step`, and call strategy.run(step, args=(batch,))."
+    "the optimizer was called outside a replica. Put the forward pass, the backward pass "
+    "and the optimizer's call into a function `step`, and call strategy.run(step, args=(batch,))."
 )
 _CAUSES = {
-    "cannot be modified after being initialized": "a cell cannot change the number of this "
-    f"engine's devices (at least {LOGICAL_DEVICES} logical CPU devices). Set the number of "
-    "replicas with -n instead.",
+    "cannot be modified after being initialized": "a cell cannot change the devices of this "
+    f"engine, which has at least {LOGICAL_DEVICES} logical CPU devices. Set the number of replicas "
+    "with -n instead.",
     "AddN must have the same size and shape": "the replicas have shares of different sizes, and "
     "the cell adds up tensors with one row per sample. Drop the smaller last batch with "
     "data.batch(64, drop_remainder=True).",
-    "optimizer can only optimize Tensors": "a PyTorch optimizer was given a Keras model; use "
-    "one of keras.optimizers.",
+    "optimizer can only optimize Tensors": "a PyTorch optimizer cannot train a Keras model; "
+    "use an optimizer of keras.optimizers.",
     "No module named 'tf_keras'": "tf_keras (Keras 2) is not installed, and you do not need it: "
     "write the model with `keras`.",
     "outside the replica context": _OUTSIDE,
@@ -452,7 +453,7 @@ def _protocol() -> Any:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{package}.xplane_pb2")
     raise RunError(
-        "This version of TensorFlow has no module that can read its profiles.", code="WB-RUN-029"
+        "This version of TensorFlow has no module that can read profiles.", code="WB-RUN-029"
     )
 
 

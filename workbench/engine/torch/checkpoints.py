@@ -66,7 +66,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return _member
         if name not in _ALLOWED.get(module, ()):
             raise RunError(
-                "The checkpoint's index contains unexpected objects, so it is not read.",
+                "Workbench does not read this checkpoint: its index contains unexpected objects.",
                 seen=f"{module}.{name}",
                 next_step="use checkpoints from a source that you trust",
                 code="WB-RUN-030",

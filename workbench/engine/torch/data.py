@@ -221,9 +221,9 @@ class StreamSource(Source):
             self._context.emit(  # the same text on every worker, so it is shown once
                 events.Warned(
                     rank=self._context.spec.rank,
-                    text=f"The loader has {count} processes, and each of them reads the whole "
-                    f"stream, so samples are used {count} times, or the last samples are never "
-                    "used. Let the data set's __iter__ read a part for each process "
+                    text=f"The loader has {count} processes, and each process reads the whole "
+                    f"stream. So samples are used {count} times, or the last samples are never "
+                    "used. Make the data set's __iter__ read a different part in each process "
                     "(torch.utils.data.get_worker_info()), or use num_workers=1.",
                 )
             )
@@ -259,10 +259,10 @@ class StreamSource(Source):
             self._context.emit(  # the same text on every worker, so it is shown once
                 events.Warned(
                     rank=rank,
-                    text="The workers read different batches from their streams. If the samples "
-                    "are the same and only their random changes differ, ignore this warning. If "
-                    "the samples differ, some are used several times and others never: give the "
-                    "stream a fixed seed.",
+                    text="The workers read different batches from their streams. If the workers "
+                    "read the same samples and only change them at random (augmentation), ignore "
+                    "this warning. If the samples differ, some samples are used several times "
+                    "and others never: give the stream a fixed seed.",
                 )
             )
 
@@ -286,7 +286,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if batch_size is None:
         raise FitError(
             "batch_size is missing.",
-            allowed="a whole number: the samples of one step, over all workers",
+            allowed="a whole number: the samples of one step, on all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-049",
         )
@@ -316,7 +316,7 @@ def _own(source: Source) -> Source:
     """
     if not isinstance(source, (TensorSource, IndexedSource)):
         raise FitError(
-            "wb.data.own needs data that has a length and an index.",
+            "wb.data.own needs a data set that supports len(data) and data[i].",
             seen="a stream (IterableDataset)",
             next_step="pass a Dataset with __len__ and __getitem__, or a pair of tensors",
             code="WB-FIT-186",
@@ -497,9 +497,9 @@ def batch_length(data: Any) -> int:
         if tensor.dim():
             return len(tensor)
     raise FitError(
-        "A batch must contain a tensor, so that its samples can be counted.",
+        "A batch must contain a tensor, whose first dimension is the number of samples.",
         seen=type(data).__name__,
-        next_step="let the collate function return tensors whose first dimension is the batch",
+        next_step="change the collate function: its tensors need the batch as first dimension",
         code="WB-FIT-045",
     )
 
@@ -573,12 +573,12 @@ def labels(source: Source) -> NDArray[np.int64]:
         raise FitError(
             "The option `skew` cannot be used with a stream, whose samples have no index.",
             seen=type(source).__name__,
-            next_step="remove -o skew, or use a data set with an index",
+            next_step="remove -o skew, or use a data set that supports data[i]",
             code="WB-FIT-057",
         )
     if target is None or target.dim() != 1 or target.is_floating_point():
         raise FitError(
-            "The option `skew` divides samples by their class, but these samples have no class.",
+            "The option `skew` divides samples by class, but these samples have no class (label).",
             seen="samples that are not pairs (x, y)"
             if target is None
             else f"y of {target.dtype}, {target.dim()}-d",

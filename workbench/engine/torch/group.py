@@ -242,7 +242,7 @@ def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
         raise ClusterError(
-            "The engine has no address of the store.", seen=spec.run_id, code="WB-CLUSTER-030"
+            "The engine does not know the store's address.", seen=spec.run_id, code="WB-CLUSTER-030"
         )
     host, port = spec.store
     _store_port = port  # an interrupt breaks this connection too, even while it is being made
@@ -590,9 +590,9 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
         seen=f"world_size={size}, rank={rank}",
         allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker, or neither "
         "argument: both values are in the environment",
-        next_step="leave both arguments out"
+        next_step="remove both arguments"
         if size == spec.world_size
-        else f"leave both out, or run the cell on {size} workers: %%distributed -n {size}",
+        else f"remove both, or run the cell on {size} workers: %%distributed -n {size}",
         code="WB-CLUSTER-032",
     )
 
@@ -614,7 +614,7 @@ def _serves(spec: RunSpec, backend: str | None) -> bool:
             "This worker cannot use the backend that was given to init_process_group.",
             seen=f"{backend} on {spec.device}",
             allowed=spec.backend,
-            next_step=f"use init_process_group({spec.backend!r}), or leave the backend out",
+            next_step=f"use init_process_group({spec.backend!r}), or remove the argument",
             code="WB-CLUSTER-033",
         )
     have = c10d.BackendConfig(c10d.Backend(c10d.get_backend_config())).get_device_backend_map()

@@ -256,7 +256,7 @@ def build_module(model: Any) -> torch.nn.Module:
         raise FitError(
             "The model is not a torch.nn.Module.",
             seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
-            allowed="a module, or a function without arguments that returns one",
+            allowed="a module, or a function without arguments that returns a module",
             next_step="pass the module itself: wb.fit(model, ...)",
             code="WB-FIT-059",
         )
@@ -284,7 +284,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
         if strange:
             raise FitError(
-                "`optimizer` holds parameters that do not belong to the model.",
+                "`optimizer` contains parameters that do not belong to the model.",
                 seen=f"{len(strange)} parameters that are not in the model",
                 next_step="build the optimizer from this model, or pass a function of the "
                 "parameters: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -294,7 +294,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         raise FitError(
             "`optimizer` must be a torch optimizer or a function.",
             seen=optimizer,
-            allowed="a torch.optim.Optimizer, or a function that makes one from the parameters",
+            allowed="a torch.optim.Optimizer, or a function (parameters) -> optimizer",
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
             code="WB-FIT-063",
         )
@@ -372,16 +372,16 @@ def explain_mistake(error: BaseException) -> str | None:
     text += f" in: {line}" if line else ""
     text += (
         f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values before view(), "
-        f"not {width}, so view(-1, {width}) makes {one / width:g} rows of each sample\n"
+        f"not {width}, so view(-1, {width}) makes {one / width:g} rows from each sample\n"
         "  next: use x.flatten(1), which never changes the batch dimension"
     )
     if one == 4 * width and len(shape) == 4:
         text += (
-            f", with {one} inputs for the next Linear; or put a 2x2 max-pool before view(): "
+            f", and give the next Linear {one} inputs; or put a 2x2 max-pool before view(): "
             f"it reduces {shape[2]}x{shape[3]} to {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
-        text += f", with {one} inputs for the next Linear"
+        text += f", and give the next Linear {one} inputs"
     return text
 
 

@@ -98,7 +98,7 @@ def check_batch(batch_size: int, context: RunContext) -> None:
             "batch_size must be at least the number of workers, so that each worker has a sample.",
             seen=f"batch_size={batch_size} over {workers} workers",
             allowed=f"batch_size of at least {workers}",
-            next_step=f"raise batch_size, or use fewer workers with -n {batch_size}",
+            next_step=f"increase batch_size, or use fewer workers with -n {batch_size}",
             code="WB-FIT-016",
         )
 
@@ -118,7 +118,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
             allowed="loss(output, y) for batches that are pairs, or step_fn(model, batch) -> loss",
             next_step="pass loss=torch.nn.CrossEntropyLoss()"
             if loss is None
-            else "leave out one of the two",
+            else "remove one of the two arguments",
             code="WB-FIT-017",
         )
     for name, value in (("loss", loss), ("step_fn", step_fn)):
@@ -189,7 +189,7 @@ def check_extras(
     if eval_every is not None and eval_data is None:
         raise FitError(
             "eval_every needs eval_data.",
-            next_step="pass eval_data=..., or leave eval_every out",
+            next_step="pass eval_data=..., or remove eval_every",
             code="WB-FIT-025",
         )
 

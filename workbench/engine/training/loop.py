@@ -274,8 +274,8 @@ class Training:
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
-                    "The checkpoint was saved with other data or another batch size, so the "
-                    "checkpoint's position does not exist in this data.",
+                    "The checkpoint was saved with other data or another batch size, so its "
+                    "position in the data cannot be used here.",
                     seen=f"{name} {batches[name]}",
                     allowed=f"{name} {about[name]}",
                     next_step="continue with the data and batch size of the checkpoint",

@@ -61,7 +61,7 @@ class Options:
             _read(name)
             return values[name]
         guess = nearest(name, values)
-        hint = f"did you mean {guess!r}?" if guess else f"wb.options.get({name!r}, default)"
+        hint = f"did you mean {guess!r}?" if guess else f"use wb.options.get({name!r}, default)"
         raise AttributeError(f"the cell's first line does not set {name!r}; {hint}")
 
     def get(self, name: str, default: Any = None) -> Any:

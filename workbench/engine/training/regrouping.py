@@ -163,7 +163,7 @@ class Regrouping:
         self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
             text = (
-                "If a worker dies, this training can only continue by a restart. Reason: "
+                "If a worker dies, this training can continue only after a restart. Reason: "
                 f"{why_not}."
             )
             self.context.emit(events.Noted(rank=0, text=text))

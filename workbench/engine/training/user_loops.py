@@ -92,7 +92,7 @@ def _prepare_another(
             seen="a second wb.prepare with `loader` or `keep`"
             if loader is not None or keep
             else "wb.prepare after wb.fit",
-            allowed="one loop in a cell; `loader` and `keep` belong in the first wb.prepare",
+            allowed="one loop in a cell; `loader` and `keep` only in the first wb.prepare",
             next_step="for other models of the loop use wb.prepare(model, optimizer); put a second "
             "loop into its own cell",
             code="WB-FIT-009",
@@ -140,7 +140,7 @@ def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
             raise FitError(
                 "The objects in `keep` must have a state.",
                 seen=type(thing).__name__,
-                allowed="objects with state_dict and load_state_dict, as schedulers are",
+                allowed="objects with state_dict and load_state_dict, for example schedulers",
                 next_step="call wb.prepare(model, optimizer, loader, keep=[scheduler])",
                 code="WB-FIT-011",
             )
@@ -209,16 +209,16 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     framework = context.spec.framework
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "--checkpoint cannot be used with wb.watch: only your loop knows where its state is.",
+            "--checkpoint cannot be used with wb.watch, which does not save your loop's state.",
             seen="--checkpoint with wb.watch",
             allowed="--checkpoint with wb.fit or wb.prepare",
-            next_step="leave --checkpoint out and save the state in your loop, or use wb.prepare",
+            next_step="remove --checkpoint and save the state in your loop, or use wb.prepare",
             code="WB-FIT-068",
         )
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed in {framework}: loops are recorded automatically.",
-            next_step="leave wb.watch out; in strategy.run, the optimizer adds up the gradients",
+            next_step="remove wb.watch; in strategy.run, the optimizer adds up the gradients",
             code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")

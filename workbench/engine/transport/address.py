@@ -50,7 +50,7 @@ def address_in(spec: RunSpec) -> str:
     if spec.address:
         return spec.address
     raise ClusterError(
-        "The engine does not know the address by which other hosts reach it.",
+        "The engine does not know its own address, to which other hosts must connect.",
         seen=spec.run_id,
         next_step="%cluster restart",
         code="WB-CLUSTER-074",

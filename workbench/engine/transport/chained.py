@@ -175,7 +175,7 @@ class ChainedLink(Link):
             raise error
         if copy is None:
             raise LinkError(
-                f"{error.felt}: both servers that held the same part of the parameters have died. "
+                f"{error.felt}: both servers that stored the same part of the parameters died. "
                 f"The server that died last is {gone.name}.",
                 felt=error.felt,
                 next_step="%cluster restart, and run the cell again. With --checkpoint, the run "

@@ -92,8 +92,8 @@ def ended(peer: str) -> LinkError:
     return LinkError(
         f"{felt}: {peer} has left the training loop, but this worker is still in it.",
         felt=felt,
-        next_step=f"read the error of {peer}. If it shows no error, its loop was shorter: let all "
-        "ranks take the same number of steps",
+        next_step=f"read the error of {peer}. If there is no error, its loop was shorter: all "
+        "ranks must take the same number of steps",
         code="WB-RUN-021",
     )
 
@@ -146,7 +146,7 @@ def room_for(message: Message, peer: str) -> memoryview:
         return np.empty(message.size_bytes, np.uint8).data
     except MemoryError:
         raise LinkError(
-            f"{peer} announced a message {message.kind!r} that does not fit into memory.",
+            f"{peer} announced a {message.kind!r} message that does not fit into memory.",
             seen=f"{message.size_bytes} bytes",
             code="WB-RUN-024",
         ) from None
@@ -156,7 +156,7 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
     """Raise LinkError if a payload does not have the agreed size; nothing of it is read."""
     if message.size_bytes != expected_bytes:
         raise LinkError(
-            f"{peer} announced a message {message.kind!r} of the wrong size.",
+            f"{peer} announced a {message.kind!r} message of the wrong size.",
             seen=f"{message.size_bytes} bytes",
             allowed=f"{expected_bytes} bytes",
             code="WB-RUN-025",
@@ -167,7 +167,7 @@ def check_most(message: Message, most_bytes: int, peer: str) -> None:
     """Raise LinkError if a payload is larger than agreed; nothing of it is read."""
     if message.size_bytes > most_bytes:
         raise LinkError(
-            f"{peer} announced a message {message.kind!r} that is too large.",
+            f"{peer} announced a {message.kind!r} message that is too large.",
             seen=f"{message.size_bytes} bytes",
             allowed=f"at most {most_bytes} bytes",
             code="WB-RUN-127",
@@ -296,7 +296,7 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
         ) from error
     if not hmac.compare_digest(proof, _proof(key, b"server", name, theirs, mine)):
         raise LinkError(
-            "The process at the server's address does not know the run's key.", code="WB-RUN-015"
+            "The process at the server's address does not have the run's key.", code="WB-RUN-015"
         )
     sock.settimeout(None)
 

@@ -57,7 +57,7 @@ def check(where: str) -> None:
     mode = os.environ.get("WANDB_MODE") or MODES[0]
     if mode not in MODES:
         raise PlanError(
-            "The value of WANDB_MODE is not a mode of W&B.",
+            "The environment variable WANDB_MODE has an invalid value.",
             seen=mode,
             allowed=", ".join(MODES[:4]),
             code="WB-PLAN-247",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Way = Literal["regroup", "alone", "at once", "together"]
 HOW: dict[Way, Purpose] = {"alone": "leave_alone", "at once": "leave_now"}
 LOOK_S = 0.05
-NO_ROOM = "No new engine replaces this worker, because its host shuts down."
+NO_ROOM = "No new engine replaces this worker, because its host is shutting down."
 
 
 class Execution(Protocol):
@@ -169,13 +169,13 @@ def reason_of(event: ToldToEnd) -> str:
 
 def told_words(who: str, event: ToldToEnd) -> str:
     """Tell the user that an engine is about to leave."""
-    what = "its host shuts down" if event.host else "its process was asked to end"
+    what = "its host is shutting down" if event.host else "its process was asked to end"
     return f"{who} leaves: {what} ({reason_of(event)})."
 
 
 def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) -> RunError:
     """Return the error of a run that stopped because engines had to leave."""
-    saved = f" Its checkpoint is in {folder}." if folder else ""
+    saved = f" The run's checkpoint is in {folder}." if folder else ""
     return RunError(
         f"{', '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "
         f"{step} steps.{saved}",

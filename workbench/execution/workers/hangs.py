@@ -122,8 +122,8 @@ def diagnose(
         return f"{waits}: these workers wait for each other"
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
         return (
-            f"{waits}. All workers wait in the same call: perhaps the message is large, or their "
-            "tensors do not match"
+            f"{waits}. All workers wait in the same call: perhaps the message is large, or the "
+            "workers' tensors do not match"
         )
     return ""
 

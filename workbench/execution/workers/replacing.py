@@ -71,7 +71,9 @@ class Replacing(Watching):
             again = engine in self._replaced
             why = "a new engine replaced it" if again else f"{MOST} workers were replaced"
             self._over = True
-            self._run.note(f"{who} takes {slow}, although {why}. No more workers are replaced.")
+            self._run.note(
+                f"{who} takes {slow}, although {why}. Workbench replaces no more workers."
+            )
             return
         self._replaced.append(engine)
         rank = self._run.engines.index(engine)
@@ -79,7 +81,7 @@ class Replacing(Watching):
             ranks=[rank], ratio=pace.ratio[pace.slowest], slow_s=pace.seconds, before_s=pace.step_s,
         )  # fmt: skip
         self._coming, self._since = (engine, event), len(self._run.history.changes)
-        why = f"it has taken {slow}, for {pace.seconds:.0f} s"
+        why = f"for {pace.seconds:.0f} s, it took {slow}"
         threading.Thread(
             target=self._replace, args=(engine, why), name="workbench-replace", daemon=True
         ).start()

@@ -199,7 +199,7 @@ def say(
     program = command[0]
     if shutil.which(program) is None:
         raise ClusterError(
-            f"{program} is not installed here.",
+            f"{program} is not installed on this machine.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             next_step=_INSTALL.get(program, f"install {program}"),
             code="WB-CLUSTER-082",
@@ -301,7 +301,7 @@ def needed(folder: Path, name: str, on: str) -> Path:
     """
     if not (folder / name).is_file():
         raise PlanError(
-            f"The job folder lacks {name}, which {on} needs.",
+            f"The job folder does not contain {name}, which {on} needs.",
             seen=str(folder),
             allowed=", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
             next_step=f"run wb.submit(plan, on={on!r}): it makes a job folder that has this file",

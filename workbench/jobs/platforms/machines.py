@@ -94,7 +94,7 @@ class Local:
         read_job(folder)
         if resources.nodes > 1:
             raise ClusterError(
-                "This machine is one node.",
+                "A job on this machine can have only one node.",
                 seen=f"nodes={resources.nodes}",
                 next_step="use on='slurm', on='ssh' or another platform for more nodes; or nodes=1",
                 code="WB-CLUSTER-085",
@@ -250,7 +250,7 @@ class Slurm:
                 "Slurm has no such partition.",
                 seen=wanted,
                 allowed=", ".join(sorted(partitions)) or "none: `sinfo` shows no partition",
-                next_step="choose one with partition=NAME; `sinfo` shows what each partition has",
+                next_step="choose one with partition=NAME; `sinfo` shows each partition's nodes",
                 code="WB-CLUSTER-086",
             )
         kinds = partitions.get(wanted, [])
@@ -283,7 +283,7 @@ class Slurm:
         default = ""
         said = must(
             ["sinfo", "--noheader", "--format=%P|%D|%c|%G|%l"], "Slurm does not answer.",
-            "make `sinfo` work in a terminal",
+            "make sure that `sinfo` works in a terminal",
         )  # fmt: skip
         for line in said.splitlines():
             name, nodes, cpus, gres, limit = ([*line.split("|"), "", "", "", ""])[:5]
@@ -317,7 +317,7 @@ class Slurm:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=said.words,
-                next_step="make `squeue` work in a terminal",
+                next_step="make sure that `squeue` works in a terminal",
                 code="WB-CLUSTER-088",
             )
         if not word:
@@ -486,9 +486,9 @@ def _far(host: str, script: str, **options: Any) -> Said:
     said = say(["ssh", *SSH_OPTIONS, "--", host, command], **options)
     if said.code == 255:  # ssh's own exit code if ssh itself failed
         raise ClusterError(
-            f"There is no ssh connection to {host}.",
+            f"ssh cannot connect to {host}.",
             seen=said.words,
-            next_step=f"make `ssh {host} true` work in a terminal without a password",
+            next_step=f"make sure that `ssh {host} true` works in a terminal without a password",
             code="WB-CLUSTER-091",
         )
     return said
@@ -581,7 +581,7 @@ class Ssh:
         if word == "lost":
             words = f"process {pid} {where} has ended without an exit code, so it was killed"
             return JobState("failed", words, stepped="stepped" in said)
-        return JobState("unknown", f"{ticket.extra['dir']} is gone {where}", gone=word == "gone")
+        return JobState("unknown", f"{ticket.extra['dir']} is missing {where}", gone=word == "gone")
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
         """Read the output on rank 0's host."""

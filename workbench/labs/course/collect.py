@@ -31,7 +31,7 @@ SAID: dict[State, str] = {
     "unchanged": "collected before",
     "replaced": "collected; the previous notebook is kept, with .before at the end of its name",
     "older": "not collected: the student also handed in a newer notebook for this lab",
-    "kept": "not collected: the folder already has another notebook; --replace replaces that one",
+    "kept": "not collected: the folder already has another notebook; use --replace to replace it",
     "unreadable": "not collected",
 }
 MOST_MEMBERS = 20_000
@@ -190,7 +190,8 @@ def _lab_of(one: HandedIn) -> tuple[int | None, str]:
         except Unreadable as why:
             return None, str(why)
     lab = book.lab if book.lab is not None else book.guessed_lab()
-    return lab, "It belongs to no lab: it names no lab, and has no cell with `# YOUR CODE`."
+    why = "The notebook belongs to no lab: it names no lab, and no cell has `# YOUR CODE`."
+    return lab, why
 
 
 def _store(one: HandedIn, student: str, lab: int, to: Path, *, replace: bool) -> Collected:

@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
         "--roster",
         type=Path,
         metavar="FILE",
-        help="CSV of the class; with it, the output also lists the students without a notebook",
+        help="CSV file with the class; the output then also lists the students without a notebook",
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"
@@ -50,7 +50,7 @@ def add_flags(add: Any) -> None:
     """Add what a course needs to the flags of `workbench grade`."""
     add("--csv", type=Path, metavar="FILE",
         help="write points to this gradebook; rows of other students do not change")  # fmt: skip
-    add("--roster", type=Path, metavar="FILE", help="CSV of the class, for the gradebook")
+    add("--roster", type=Path, metavar="FILE", help="CSV file with the class, for the gradebook")
     add("--feedback", type=Path, metavar="FOLDER",
         help="write copies of the notebooks, with points and findings, to this folder")  # fmt: skip
 
@@ -75,7 +75,7 @@ def run(given: argparse.Namespace, notebooks: Path) -> int:
     for lab in labs if roster else ():
         there = {one.student for one in found if one.lab == lab}
         if missing := [student for student in roster if student not in there]:
-            print(f"lab {lab}: nothing from {', '.join(missing)}")
+            print(f"lab {lab}: no notebook from {', '.join(missing)}")
     counted = Counter(one.state for one in found)
     collected = counted["new"] + counted["replaced"] + counted["unchanged"]
     print(f"{collected} of {len(found)} notebooks are in {given.to}")
@@ -98,7 +98,9 @@ def check_flags(given: argparse.Namespace) -> dict[str, gradebook.Student]:
         PlanError: The gradebook cannot be written, or the roster cannot be read.
     """
     if given.csv is not None and not gradebook.writable(given.csv):
-        raise PlanError("--csv is not a writable file.", seen=str(given.csv), code="WB-PLAN-340")
+        raise PlanError(
+            "The file of --csv cannot be written.", seen=str(given.csv), code="WB-PLAN-340"
+        )
     if given.csv is not None:
         gradebook.update(given.csv, [])  # refuses a file that is no gradebook
     return gradebook.read_roster(given.roster) if given.roster else {}

@@ -133,7 +133,7 @@ def update(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         names = list(reader.fieldnames or ())
         if not {"assignment", "student_id", "score"} <= set(names):
             raise PlanError(
-                "The file exists and is not a gradebook.",
+                "The file exists, but it is not a gradebook.",
                 seen=f"{path}: {', '.join(names) or 'empty'}",
                 allowed=f"the columns {', '.join(COLUMNS)}",
                 next_step="name another file",

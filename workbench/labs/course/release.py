@@ -15,13 +15,13 @@ _README = """\
 
 Open `lab_{lab}.ipynb` in JupyterLab and run its cells from top to bottom.
 
-- Fill in the cells with `# YOUR CODE`. Do not change the other cells: before grading, each of
-  them is replaced by the original cell.
+- Fill in each cell that has the line `# YOUR CODE`. Do not change the other cells: the grader
+  replaces each of these cells by the original cell.
 - Run the check below each exercise. The check says what is right and what is wrong, and gives a
   hint.
 - Save the notebook and hand in the file `lab_{lab}.ipynb`. Do not rename it.
 
-The lab has {count} exercises with {points:g} points together: {each}. For an exercise you
+The lab has {count} exercises and {points:g} points in total: {each}. For an exercise you
 get either all of its points or no points. To run the lab, install
 `distributed-workbench[torch,lab]`{more}. The lab needs no network.
 """

@@ -64,12 +64,15 @@ class Isolation:
     def words(self) -> str:
         """One line for the head of the report."""
         if self.how == "namespaces":
-            said = "isolated: cells cannot read or signal the grading process, or see its files"
-            more = f" (but they can reach the network: {self.why})"
+            said = (
+                "isolated: cells cannot read the memory or the files of the grading process, and "
+                "cannot send signals to it"
+            )
+            more = f" (but cells can reach the network: {self.why})"
             return said + more if self.network else said
         if self.how == "user":
-            return ("isolated as another user: cells cannot signal the grading process, but can "
-                    f"read files that every user can read ({self.why})")  # fmt: skip
+            return ("isolated as another user: cells cannot send signals to the grading process, "
+                    f"but cells can read files that every user can read ({self.why})")  # fmt: skip
         return f"not isolated: cells can read the checks and end the grading process ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:
@@ -88,7 +91,8 @@ def find_out() -> Isolation:
     if not sys.platform.startswith("linux"):
         return Isolation("", f"{sys.platform} has no namespaces")
     if os.getuid() == 0 and not _enters_folders():
-        return Isolation("", "root cannot enter other users' folders here: no CAP_DAC_OVERRIDE")
+        why = "root has no CAP_DAC_OVERRIDE here, so it cannot enter other users' folders"
+        return Isolation("", why)
     why = _tried(Isolation("namespaces", network=False))
     if not why:
         return Isolation("namespaces", network=False)
@@ -215,7 +219,7 @@ def _spare_uid() -> int:
     for one in order:
         if one not in taken:
             return one
-    raise OSError("no user id is free for the students' code")
+    raise OSError("all user ids for the students' code are in use")
 
 
 def _paths() -> list[Path]:

@@ -224,7 +224,7 @@ class KernelLink:
             content = self._reply(number, time.monotonic() + self._limits.grace_s)
         if content is None:
             self.kill()
-            raise Gone(f"it took longer than {limit_s:g} s and ignored the interrupt")
+            raise Gone(f"the code took longer than {limit_s:g} s and ignored the interrupt")
         error = ""
         if content.get("status") == "error":
             error = f"{content.get('ename')}: {content.get('evalue')}"[:MOST_ERROR_CHARACTERS]

@@ -251,7 +251,8 @@ class Watch:
             family = self._family()
             if len(family) > self._limits.processes:  # weighing so many would take long
                 most = self._limits.processes
-                self.broken = f"it had {len(family)} processes: at most {most} are allowed"
+                words = f"processes: at most {most} are allowed"
+                self.broken = f"the notebook had {len(family)} {words}"
             else:
                 pause_s = self._weigh(family)
             if not self.broken and time.monotonic() > self._disk_at:
@@ -267,9 +268,9 @@ class Watch:
         own = _own_bytes() - self._own_bytes
         if held > most_bytes:
             allowed = f"{self._limits.memory_gb:g} GB are allowed"
-            self.broken = f"it used {held / GB:.1f} GB of memory: {allowed}"
+            self.broken = f"the notebook used {held / GB:.1f} GB of memory: {allowed}"
         elif own > MOST_OWN_BYTES:
-            self.broken = f"its answers filled {own / GB:.1f} GB of the grader's memory"
+            self.broken = f"the answers filled {own / GB:.1f} GB of the grader's memory"
         soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
         pause_s = SOON_S if soon else EVERY_S
         return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times meanwhile
@@ -280,11 +281,11 @@ class Watch:
         size_bytes, files = on_disk(self._folder, self._limits.disk_bytes, MOST_FILES)
         if size_bytes > self._limits.disk_bytes:
             allowed = f"{self._limits.disk_gb:g} GB are allowed"
-            self.broken = f"its files held {size_bytes / GB:.1f} GB or more: {allowed}"
+            self.broken = f"the notebook's files took {size_bytes / GB:.1f} GB or more: {allowed}"
         elif files == TOO_DEEP:
-            self.broken = f"the paths of its folders were longer than {MOST_PATH} characters"
+            self.broken = f"paths of the notebook's folders had more than {MOST_PATH} characters"
         elif files > MOST_FILES:
-            self.broken = f"it had more than {MOST_FILES} files and folders"
+            self.broken = f"the notebook had more than {MOST_FILES} files and folders"
         self._disk_at = time.monotonic() + DISK_EVERY_S
         return SHARE * (self._disk_at - DISK_EVERY_S - began)
 

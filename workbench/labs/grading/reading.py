@@ -84,17 +84,17 @@ def read(path: Path) -> Book:
     """
     content = _content(path)
     if not isinstance(content, dict):
-        raise Unreadable("It is JSON, but not a notebook.")
+        raise Unreadable("The file is JSON, but not a notebook.")
     cells = content.get("cells")
     if cells is None:  # before format 4, cells were in worksheets
         sheets = content.get("worksheets")
         if not isinstance(sheets, list):
-            raise Unreadable("It is JSON, but not a notebook: it has no cells.")
+            raise Unreadable("The file is JSON, but not a notebook: it has no cells.")
         cells = [cell for sheet in sheets for cell in _list(_dict(sheet).get("cells"))]
     if not isinstance(cells, list):
-        raise Unreadable("It is JSON, but not a notebook: its cells are not a list.")
+        raise Unreadable("The file is JSON, but not a notebook: its cells are not a list.")
     if len(cells) > MOST_CELLS:
-        raise Unreadable(f"It has {len(cells)} cells, but at most {MOST_CELLS} are allowed.")
+        raise Unreadable(f"The file has {len(cells)} cells, but at most {MOST_CELLS} are allowed.")
     ours = _dict(_dict(content.get("metadata")).get("workbench"))
     lab = ours.get("lab")
     whole = isinstance(lab, int) and not isinstance(lab, bool)
@@ -106,29 +106,30 @@ def read(path: Path) -> Book:
 def _content(path: Path) -> Any:
     try:
         if path.is_dir():
-            raise Unreadable("It is a folder: give the notebooks in it.")
+            raise Unreadable("This is a folder: give the notebooks in this folder.")
         if not path.exists():
             raise Unreadable("There is no such file.")
         if not path.is_file():
-            raise Unreadable("It is not a regular file.")
+            raise Unreadable("This is not a regular file.")
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise Unreadable(
-                f"It has {size / 1e6:.0f} MB, but at most {MOST_BYTES / 1e6:.0f} MB are allowed."
+                f"The file has {size / 1e6:.0f} MB, but at most {MOST_BYTES / 1e6:.0f} MB are "
+                "allowed."
             )
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"It is not UTF-8 text (byte {error.start}).") from None
+        raise Unreadable(f"The file is not UTF-8 text (byte {error.start}).") from None
     except (OSError, ValueError) as error:
-        raise Unreadable(f"It cannot be read: {getattr(error, 'strerror', error)}.") from None
+        raise Unreadable(f"The file cannot be read: {getattr(error, 'strerror', error)}.") from None
     if not text.strip():
         raise Unreadable("The file is empty.")
     try:
         return json.loads(text)
     except RecursionError:
-        raise Unreadable("It cannot be read, because its JSON is nested too deeply.") from None
+        raise Unreadable("The file cannot be read: its JSON is nested too deeply.") from None
     except ValueError as error:
-        raise Unreadable(f"It is not JSON: {str(error)[:200]}.") from None
+        raise Unreadable(f"The file is not JSON: {str(error)[:200]}.") from None
 
 
 def _cell(place: int, cell: dict[str, Any]) -> Cell | None:
@@ -345,7 +346,7 @@ class _Student:
             and not self.number(cell)
         ]  # fmt: skip
         if idle:
-            words = f"{_counted(len(idle), 'cell')} not next to an exercise"
+            words = f"{_counted(len(idle), 'cell')} outside all exercises"
             restored.append(f"{words} ({_listed(idle)}): not run")
         return restored
 

@@ -92,8 +92,8 @@ class Outcome:
             hint = wrong[0].get("hint", "")
             said = str(wrong[0].get("words", "")) + (f" (hint: {hint})" if hint else "")
         if not wrong and self.state == "untouched":
-            said = "its cell was not changed"
-        raised = f"its cell raised {self.error.partition(chr(10))[0]}" if self.error else ""
+            said = "the cell was not changed"
+        raised = f"the cell raised {self.error.partition(chr(10))[0]}" if self.error else ""
         return "; ".join(filter(None, [raised, said])) or "the check gave no reason"
 
     def to_wire(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _checked(wire: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     for name in names:
         value = wire[name]
         if not isinstance(value, _KINDS.get(name, (object,))):
-            raise TypeError(f"{name} is of another kind")
+            raise TypeError(f"{name} has the wrong type")
         if name in _LISTS and not (
             isinstance(value, list) and all(isinstance(one, _LISTS[name]) for one in value)
         ):
@@ -262,7 +262,8 @@ def table(graded: Sequence[Graded], names: Mapping[str, str]) -> Table:
     if not numbers:
         return Table(columns, rows, "Not graded")
     right = sum(one.status == RIGHT for one in graded)
-    return Table(columns, rows, f"Lab {_lab(graded[0])}: {right} of {len(graded)} all right")
+    title = f"Lab {_lab(graded[0])}: {right} of {len(graded)} notebooks completely right"
+    return Table(columns, rows, title)
 
 
 def _order(number: str) -> tuple[int, ...]:

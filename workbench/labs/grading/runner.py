@@ -75,17 +75,17 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
     if canonical is None:
         if graded.lab is None:
             raise Unreadable(
-                "It belongs to no lab: it names no lab, and has no cell with `# YOUR CODE`."
+                "The notebook belongs to no lab: it names no lab, and no cell has `# YOUR CODE`."
             )
         canonical = notebooks / f"lab_{graded.lab}.ipynb"
         if not canonical.is_file():
-            raise Unreadable(f"It belongs to lab {graded.lab}, which does not exist.")
+            raise Unreadable(f"The notebook belongs to lab {graded.lab}, but there is no such lab.")
     lab = lab_of(canonical)
     wanted = lab.lab if lab.lab is not None else lab.guessed_lab()
     merged = merge(lab, handed_in)
     if wanted != graded.lab and len(merged.untouched) == len(merged.exercises):
         theirs = "no lab" if graded.lab is None else f"lab {graded.lab}"
-        raise Unreadable(f"It belongs to {theirs}, but lab {wanted} is being graded.")
+        raise Unreadable(f"The notebook belongs to {theirs}, but lab {wanted} is being graded.")
     graded.lab = wanted
     graded.outcomes = [Outcome(number) for number in merged.exercises]
     graded.notes = merged.notes
@@ -109,9 +109,13 @@ def lab_of(path: Path) -> Book:
     """
     lab = read(path)
     if lab.version == "solved":  # an empty notebook would get the solutions
-        raise Unreadable("It contains the solutions: give the students' notebook of this lab.")
+        raise Unreadable(
+            "The notebook contains the solutions: give the students' notebook of this lab."
+        )
     if not any(cell.check for cell in lab.cells):
-        raise Unreadable("It has no checks: give a student's notebook made by `workbench labs`.")
+        raise Unreadable(
+            "The notebook has no checks: give a student's notebook made by `workbench labs`."
+        )
     return lab
 
 
@@ -251,7 +255,7 @@ class Grading:
         try:
             titles = link.begin()
         except Gone as gone:
-            raise _Enough(f"its kernel did not start: {gone}") from None
+            raise _Enough(f"the notebook's kernel did not start: {gone}") from None
         for number, one in self._outcomes.items():
             one.title = titles.get(number, one.title)
 
@@ -271,7 +275,7 @@ class Grading:
         if reply.interrupted or reply.error:
             self._check_time()
             self._without_the_loser("")
-            why = "it took too long" if reply.interrupted else reply.error.partition("\n")[0]
+            why = "the cell took too long" if reply.interrupted else reply.error.partition("\n")[0]
             self._problem(f"The lab's cell {item.place} failed: {why}")
         self._engines = _count(after, 0)
         if not self._ran or "begin(" in item.sources[0] or "%cluster" in item.sources[0]:
@@ -314,7 +318,7 @@ class Grading:
     def _begin_again(self) -> NoReturn:
         """Begin again, if an exercise is open."""
         if self._open and self._graded.restarts >= self._limits.restarts:
-            raise _Enough(f"its kernel was restarted {self._limits.restarts} times")
+            raise _Enough(f"the notebook's kernel was restarted {self._limits.restarts} times")
         raise _Again
 
     def _without_the_loser(self, number: str) -> None:
@@ -371,7 +375,7 @@ class Grading:
 
     @property
     def _too_long(self) -> str:
-        return f"it took longer than {self._limits.cell_s:g} s and was interrupted"
+        return f"the code took longer than {self._limits.cell_s:g} s and was interrupted"
 
     def _take(self, outcome: Outcome, reply: Reply) -> None:
         outcome.seconds += reply.seconds

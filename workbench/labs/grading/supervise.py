@@ -194,7 +194,7 @@ class _Runners:
 
 
 def _said(error: Exception) -> str:
-    return f"It could not be graded: {type(error).__name__}: {error}"
+    return f"The notebook could not be graded: {type(error).__name__}: {error}"
 
 
 def _leave_out(last: dict[str, Any], why: str) -> None:

@@ -109,8 +109,8 @@ class RunSettings:
         choices=ON_STRAGGLER,
         trains=True,
         argument="on_straggler",
-        help="when a worker stays slow: `wait` for the worker, `shed` (give it a smaller share of "
-        "each batch), or `replace` it with a new engine",
+        help="when a worker stays slow: `wait` for the worker, `shed` (give the worker a smaller "
+        "share of each batch), or `replace` the worker with a new engine",
         without="`wait`: each step takes as long as the slowest worker needs",
         example="%%distributed mirrored --on-straggler shed",
     )
@@ -169,7 +169,7 @@ class RunSettings:
         argument="log",
         is_text=True,
         read=parse_targets,
-        help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
+        help="write the run also to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
         without="the run is not sent anywhere",
         example="%%distributed mirrored --log tensorboard:runs",
     )

@@ -8,8 +8,8 @@ are added up. Then each replica updates its own copy of the parameters, so the c
     device 2:  forward, backward --+                     +-> update
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
-These are averaged over the replicas at the end of each step. Each replica normalises over its own
-share of the batch.
+These values are averaged over the replicas at the end of each step. Each replica normalises over
+its own share of the batch.
 
 Embeddings work as in TensorFlow without Workbench. The gradient of an Embedding is a list of rows,
 and Adam, RMSprop and Adagrad square each row of this list separately. For the rows that come from

@@ -16,11 +16,11 @@ the run:
     TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
-These are averaged over the workers at the end of each step, so saved models are equal too. Each
-worker normalises over its own share of the batch. With Keras, all workers can use the same file
-name. Each worker saves the complete model or weights, and the last saved file remains. `CSVLogger`,
-`TensorBoard` and `BackupAndRestore` write only on rank 0. If a cell writes other files, use another
-path for each rank, or write them only `if rank == 0:`.
+These values are averaged over the workers at the end of each step, so saved models are equal too.
+Each worker normalises over its own share of the batch. With Keras, all workers can use the same
+file name. Each worker saves the complete model or weights, and the last saved file remains.
+`CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on rank 0. If a cell writes other
+files, use another path for each rank, or write them only `if rank == 0:`.
 
 Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
 would wait forever for a missing worker, and block every thread of its process. If a collective

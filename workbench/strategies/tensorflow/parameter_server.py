@@ -1,7 +1,7 @@
 """Asynchronous data parallelism under a coordinator: servers hold the variables, workers compute.
 
 The cell runs on one engine, the coordinator. The coordinator does not compute; it schedules
-closures, and a free worker takes the next closure. In a closure, a worker reads the variables from
+closures, and an idle worker takes the next closure. In a closure, a worker reads the variables from
 the servers and computes the gradients of its own batch. Then the servers apply these gradients:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
@@ -228,7 +228,7 @@ class ParameterServer(Strategy):
     def step(self, share: Share) -> StepResult:
         """Refuse: see `run_loop`."""
         raise FitError(
-            "This strategy cannot take one step alone: it takes all steps of a run at once.",
+            "This strategy cannot take a single step: it schedules all steps of a run together.",
             code="WB-FIT-096",
         )
 

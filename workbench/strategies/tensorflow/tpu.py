@@ -61,7 +61,7 @@ class Tpu(Replicated):
                 "--inject cannot be used on a TPU, because no Python code runs there during a "
                 "step.",
                 seen=", ".join(fault.text for fault in self.context.spec.faults),
-                next_step="leave --inject out, or use the strategy `mirrored`",
+                next_step="remove --inject, or use the strategy `mirrored`",
                 code="WB-FIT-098",
             )
         resolver = connect(look())
@@ -111,7 +111,7 @@ def check_answers(host: str, port: int) -> None:
     except OSError as error:
         raise _silent(f"{host}:{port}", f"{type(error).__name__}: {error}") from None
     if len(head) < 4 or head[3] != SETTINGS:
-        raise _silent(f"{host}:{port}", "the server at this address does not speak gRPC")
+        raise _silent(f"{host}:{port}", "the server at this address does not use gRPC")
 
 
 def check_named(name: str) -> None:

@@ -24,9 +24,9 @@ because it does not know when the last microbatch has left its stage.
 
 In this message each worker also sends the time when it was ready, so that waiting and transfer can
 be distinguished. The worker that computed longest in the step is named as the cause of the waits,
-also of waits in other rows and columns. A worker sends the messages of its pipeline, and 2 (d-1)/d
-of its stage's gradients (a ring all-reduce over d pipelines). In each pipeline only the worker with
-the last stage counts samples, so that the sum of the counts is the batch size.
+including waits in other rows and columns. A worker sends the messages of its pipeline, and 2
+(d-1)/d of its stage's gradients (a ring all-reduce over d pipelines). In each pipeline only the
+worker with the last stage counts samples, so that the sum of the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
 share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
@@ -155,8 +155,8 @@ class Hybrid(ModelSplit):
         """
         if self.world_size % self.workers:
             raise FitError(
-                "The number of workers must be a multiple of `stages`, because each pipeline "
-                "needs `stages` workers.",
+                "The number of workers must be a multiple of `stages`, the number of workers in "
+                "each pipeline.",
                 seen=f"stages={self.workers} on {self.world_size} workers",
                 allowed=f"a multiple of {self.workers} workers",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",

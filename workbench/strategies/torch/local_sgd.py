@@ -14,7 +14,7 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
 Workers send 1/H of the bytes that they send under `mirrored`. Between averages the replicas become
 different from each other, and the difference is larger if the workers' data differs more. With H =
 1 and an optimizer that is linear in the gradient (SGD, with or without momentum), averaging
-parameters is the same as averaging gradients: the result is the same as on one device. Optimizer
+parameters is the same as averaging gradients. So the result is the same as on one device. Optimizer
 state is not averaged; each worker keeps its own.
 
 With DiLoCo (`outer=nesterov`), a round ends with an outer step. The outer gradient (d) is the

@@ -538,7 +538,7 @@ class ModelSplit(Strategy):
         """Return loss and metrics; the last stage computes them and sends them to the others."""
         if self.pipeline is None:
             raise FitError(
-                "The model cannot be evaluated yet: the first training step cuts it into stages.",
+                "The model cannot be evaluated yet: the first training step splits it into stages.",
                 next_step="train at least one step before you evaluate",
                 code="WB-FIT-121",
             )

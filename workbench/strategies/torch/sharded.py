@@ -25,11 +25,11 @@ this worker's part, row by row (`Filling` in the source). So the host holds the 
 worker's device ever holds the whole model.
 
 A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or a
-layer that the model itself holds and that has no inner layers. All parameters of a unit are
-gathered together. All parts of the model that are not in a unit form the rest, which is also
-gathered together. The rest is always kept from the forward pass to the backward pass, so every
-worker sends 2 (n-1)/n of the rest's size. A model smaller than `unit_mb` has no units; with
-`unit_mb=0` it has units too.
+direct child of the model that has no children itself. All parameters of a unit are gathered
+together. All parts of the model that are not in a unit form the rest, which is also gathered
+together. The rest is always kept from the forward pass to the backward pass, so every worker sends
+2 (n-1)/n of the rest's size. A model smaller than `unit_mb` has no units; with `unit_mb=0` it has
+units too.
 
 The bytes are counted for each call: in a ring all-gather or reduce-scatter of a unit of S bytes,
 every worker sends (n-1)/n S bytes. Workers wait for each other in the forward pass too. So the sync
@@ -183,7 +183,7 @@ def _values_of(
             raise FitError(
                 "The function that builds the model must return the same model each time it is "
                 "called.",
-                seen=f"{len(_names(model))} tensors, then {len(_names(source))}",
+                seen=f"{len(_names(model))} tensors, then {len(_names(source))} tensors",
                 next_step="build the model inside the function, and use only constants there",
                 code="WB-FIT-159",
             )
@@ -457,7 +457,7 @@ def _passed_by(kind: type) -> FitError:
         seen=f"step_fn called a method or a part of {kind.__name__}",
         allowed="a step_fn that calls the whole model: step_fn=lambda model, batch: ... "
         "model(...) ...",
-        next_step="let the model's forward return the loss and call model(batch) in step_fn, or "
+        next_step="return the loss from the model's forward and call model(batch) in step_fn, or "
         "use the strategy `mirrored`",
         code="WB-FIT-130",
     )

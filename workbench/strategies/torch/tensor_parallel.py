@@ -22,7 +22,7 @@ In a Sequential, the order of the layers shows the pairs. In other models, Workb
 pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it tests these
 guesses: the loss and the gradient norm of one sample must be the same as on one device. If they
 differ, the guessed layers are gathered. The guessed layers are also gathered if the model does not
-fit one device for this test.
+fit on one device for this test.
 
 Workers wait for each other inside forward and backward. The wait is computed from the time that a
 worker spends on its own computation (`parts/timing.py`). In the first step, the sent bytes are
@@ -392,8 +392,8 @@ class TensorParallel(Partitioned):
                     "whether layers form a pair, as their names suggest. "
                 )
                 text += (
-                    "So it gathers the output of each layer. If two layers form a pair, name "
-                    "them: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
+                    "So Workbench gathers the output of each layer. If two layers form a pair, "
+                    "name them: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

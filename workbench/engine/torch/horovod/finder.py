@@ -59,7 +59,7 @@ _REFUSED = {
     "reducescatter": "use torch.distributed.reduce_scatter_tensor",
     "reducescatter_async": "use torch.distributed.reduce_scatter_tensor",
     "sparse_allreduce_async": "use hvd.allreduce(tensor.to_dense())",
-    "SyncBatchNorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
+    "SyncBatchNorm": "on GPUs, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     "elastic": "use --on-failure with --checkpoint: the run continues after a worker's death",
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
@@ -69,8 +69,8 @@ _REFUSED = {
 }
 _LAUNCH = "use %%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
 _PARTS = {
-    "tensorflow": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
-    "keras": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
+    "tensorflow": "use %%distributed mirrored --framework tensorflow; do not change model.fit",
+    "keras": "use %%distributed mirrored --framework tensorflow; do not change model.fit",
     "mxnet": "use horovod.torch, or %%distributed parameter_server",
     "spark": "put the code into a cell under %%distributed",
     "ray": "put the code into a cell under %%distributed",

@@ -462,7 +462,7 @@ def check_alike(tensors: Sequence[torch.Tensor]) -> None:
             "The ranks' models differ.",
             seen=", ".join(f"rank {at}: {count} tensors" for at, count in enumerate(counts))
             if len(set(counts)) > 1
-            else f"{counts[0]} tensors on each rank, but their shapes or number types differ",
+            else f"{counts[0]} tensors on each rank, but their shapes or dtypes differ",
             next_step="build the same model on every rank",
             code="WB-FIT-171",
         )

@@ -151,7 +151,7 @@ def _check_names(
         raise FitError(
             "named_parameters must name each parameter of the optimizer once.",
             seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
-            next_step="pass named_parameters=model.named_parameters(), or leave the argument out",
+            next_step="pass named_parameters=model.named_parameters(), or remove the argument",
             code="WB-FIT-179",
         )
 

@@ -15,7 +15,7 @@ from ...context import current
 
 NOTE = (
     "This horovod.torch is Workbench's replacement, built on torch.distributed, because Horovod "
-    "itself can no longer be built. docs/training.md (Code written for Horovod) lists its parts."
+    "itself can no longer be built. docs/training.md (Code written for Horovod) lists what works."
 )
 
 

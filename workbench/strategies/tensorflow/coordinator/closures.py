@@ -223,7 +223,7 @@ class Closures:
                 f"Worker {late[0]} does not finish its closure.",
                 seen=f"no result for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart starts new "
-                "ones",
+                "engines",
                 code="WB-CLUSTER-045",
             )
 

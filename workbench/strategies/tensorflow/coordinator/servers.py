@@ -147,7 +147,7 @@ def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
                 f"{parts[rank].capitalize()} does not answer.",
                 seen=f"{address}: {error}",
                 next_step="%cluster shows which engines are alive; %cluster restart starts new "
-                "ones",
+                "engines",
                 code="WB-CLUSTER-047",
             ) from error
 

@@ -311,7 +311,7 @@ def check_size(given: int | None, made: int | None) -> None:
     raise FitError(
         "`batch_size` differs from the size of the batches in the data set.",
         seen=f"batches of {made} in the data set, batch_size={given}",
-        next_step=f"leave batch_size out, or batch the data set with .batch({given})",
+        next_step=f"remove batch_size, or batch the data set with .batch({given})",
         code="WB-FIT-090",
     )
 
@@ -345,8 +345,8 @@ def check_steps(model: Any) -> None:
     ]
     if own:
         raise FitError(
-            "The model has step methods of its own, but the workers can only run the step "
-            "methods of Keras.",
+            "The model defines its own step methods, but the workers can run only the step "
+            "methods of keras.Model.",
             seen=f"{type(model).__name__}.{own[0]}",
             allowed="models that use the step methods of keras.Model",
             next_step=OTHER_WAY,

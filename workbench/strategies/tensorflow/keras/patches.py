@@ -231,8 +231,8 @@ def _step_by_step(note: Callable[[str], None]) -> Callable[[Any], Any]:
             if self.steps_per_execution > 1:
                 self.steps_per_execution = 1
                 note(
-                    "The steps are taken one by one: on several workers, TensorFlow cannot take "
-                    "several steps in one call, so `steps_per_execution` has no effect."
+                    "`steps_per_execution` has no effect here: on several workers, TensorFlow "
+                    "cannot run several steps in one call."
                 )
             return result
 

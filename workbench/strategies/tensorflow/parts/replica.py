@@ -406,7 +406,7 @@ class Schedule:
                 "`scheduler` cannot be used, because the optimizer already has a learning rate "
                 "schedule.",
                 seen=f"scheduler=..., and learning_rate={type(own).__name__}",
-                next_step="leave scheduler out, or make the optimizer with a number as its "
+                next_step="remove scheduler, or make the optimizer with a number as its "
                 "learning rate",
                 code="WB-FIT-095",
             )

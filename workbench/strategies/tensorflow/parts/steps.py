@@ -287,7 +287,7 @@ class Steps:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
                 f"TensorFlow traced the step {often}. The tracing took {self._traced_s:.1f} s in "
-                "total. The measured step times do not include this time."
+                "total. The measured step times do not include the tracing."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
@@ -322,7 +322,7 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = (
-                "no clock could be read where gradients are reduced (this is never possible with "
+                "no clock can be read where the gradients are reduced (this is always so with "
                 "jit_compile)"
             )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
@@ -485,10 +485,10 @@ def check_unsaved(context: RunContext) -> None:
     """
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "--checkpoint cannot be used with your own TensorFlow loop: only your loop knows "
-            "what it trains.",
+            "--checkpoint cannot be used with your own TensorFlow loop, because Workbench does not "
+            "know which variables the loop trains.",
             seen="--checkpoint with strategy.run",
             allowed="--checkpoint with model.fit or wb.fit",
-            next_step="leave --checkpoint out, and use tf.train.Checkpoint in your loop",
+            next_step="remove --checkpoint, and use tf.train.Checkpoint in your loop",
             code="WB-FIT-081",
         )

@@ -17,7 +17,7 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 - `powersgd:R`: each gradient matrix M, shape (m, k), is sent as P Q^T of rank R. One step of power
   iteration computes P and Q from the previous Q. P and Q are linear in M, so an all-reduce can
   average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are sent without
-  compression. The same is true for matrices for which R (m + k) is not less than m k.
+  compression, and so are matrices for which R (m + k) is at least m k.
 
 The time that the compression takes counts as transfer.
 """

@@ -337,7 +337,7 @@ def unused(name: str) -> FitError:
 
 def _sparse(name: str) -> FitError:
     return FitError(
-        "A sparse gradient cannot be averaged, because here all gradients are one dense tensor.",
+        "A sparse gradient cannot be averaged: this run averages all gradients as dense tensors.",
         seen=name,
         allowed="dense gradients: nn.Embedding with sparse=False",
         next_step="use sparse=False, or -o allreduce=backend without -o compress",

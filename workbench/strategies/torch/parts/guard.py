@@ -108,7 +108,7 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
         raise FitError(
             "The workers have different models, so they cannot train together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
-            next_step="build the same model on every worker; it must not depend on the rank",
+            next_step="build the same model on every worker, independent of the rank",
             code="WB-FIT-127",
         )
 

@@ -399,7 +399,7 @@ class Reduction:
         except RuntimeError as error:
             named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
             raise unused(
-                named[0] if named else "a parameter that an earlier backward has used"
+                named[0] if named else "a parameter that an earlier backward pass has used"
             ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:

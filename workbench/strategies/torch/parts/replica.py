@@ -337,11 +337,11 @@ class NoBackward:
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         self.refused = FitError(
-            "`step_fn` called backward itself, so each worker would train only with the "
-            "gradients of its own share.",
+            "`step_fn` called backward(), so each worker would train only with the gradients of "
+            "its own share.",
             seen="backward() in step_fn",
-            allowed="a step_fn that only returns the loss: wb.fit calls backward and averages "
-            "the gradients",
+            allowed="a step_fn that only returns the loss; wb.fit then calls backward() and "
+            "averages the gradients",
             next_step="return the loss (or the sum of several losses), or write your own loop "
             "with wb.prepare",
             code="WB-FIT-155",

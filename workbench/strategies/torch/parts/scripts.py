@@ -283,7 +283,8 @@ class ScriptLoop(OwnLoop):
         elif several and not inside:
             self.timer.blind()
             why = (
-                "the script exchanges gradients outside backward, where Workbench does not measure"
+                "the script exchanges gradients outside backward(), but Workbench measures the "
+                "exchange only inside backward()"
             )
             columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
             context.emit(events.Unmeasured(columns=columns))

@@ -57,7 +57,10 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     elif several and not inside:
         # Messages that the loop sends outside backward are not seen, so waits are unknown, not 0.
         loop.timer.blind()
-        why = "the loop exchanges gradients outside backward, where wb.watch does not measure"
+        why = (
+            "the loop exchanges gradients outside backward(), but wb.watch measures the exchange "
+            "only inside backward()"
+        )
         context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
         context.closers.append(_Silence(context).close)
     return loop

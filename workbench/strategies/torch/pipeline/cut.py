@@ -172,7 +172,7 @@ def _chain(
             "The input of a model that is a chain of layers must be one tensor, so that it can "
             "be divided into microbatches.",
             seen=type(program.data).__name__,
-            next_step="let the data set return (x, y) where x is a tensor, or write a module "
+            next_step="make the data set return (x, y) where x is a tensor, or write a module "
             "whose forward unpacks the input",
             code="WB-FIT-134",
         )

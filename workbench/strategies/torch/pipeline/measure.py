@@ -125,7 +125,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
                 allowed=", ".join(names),
                 next_step=f"did you mean {guess!r}?"
                 if guess
-                else "name the layers that begin a stage, or leave split_at out: Workbench then "
+                else "name the layers that begin a stage, or remove split_at: Workbench then "
                 "divides the layers by measured times",
                 code="WB-FIT-138",
             )
@@ -186,7 +186,7 @@ def batchnorm_warning(
         return None
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
-        f"instead of the batch of {batch}. It also updates its running statistics {microbatches} "
+        f"instead of the batch of {batch}. BatchNorm also updates its statistics {microbatches} "
         "times per step. So the result differs from the result on one device. GroupNorm and "
         "LayerNorm do not depend on the batch."
     )
@@ -240,7 +240,7 @@ def form_of(value: Any, layer: str) -> Form:
         raise FitError(
             "A layer can pass only tensors to the next stage.",
             seen=f"layer {layer} returns a {type(value).__name__}",
-            next_step="let the layer return a tensor, or a tuple of tensors",
+            next_step="make the layer return a tensor or a tuple of tensors",
             code="WB-FIT-141",
         )
     return Form(tuple(value.shape), value.dtype)

@@ -104,7 +104,7 @@ def fill(
     if len(building.seen) != len(names) or final.keys() != kept:
         raise FitError(
             "The function that builds the model must return the same model each time it is called.",
-            seen=f"{len(names)} tensors, then {len(building.seen)}",
+            seen=f"{len(names)} tensors, then {len(building.seen)} tensors",
             next_step="build the model inside the function, and use only constants there",
             code="WB-FIT-133",
         )
@@ -381,11 +381,11 @@ class Pipeline:
 def uneven(samples: int, whole: int) -> FitError:
     """Return the error for a model that computes the loss and would count repeated samples."""
     return FitError(
-        "It must be possible to divide each batch into equal microbatches, because the model "
-        "computes the loss itself.",
+        "The model computes the loss itself, so each batch must be divisible into equal "
+        "microbatches.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole} samples",
-        next_step="drop the last, smaller batch (DataLoader with drop_last=True); or let the "
+        next_step="drop the last, smaller batch (DataLoader with drop_last=True); or make the "
         "model return its output and use loss=, which takes batches of any size",
         code="WB-FIT-144",
     )

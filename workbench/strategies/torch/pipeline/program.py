@@ -116,7 +116,7 @@ def program_of(job: Job, batch: Any) -> Program:
         raise FitError(
             "The input of a pipeline must contain tensors, which can be divided into microbatches.",
             seen=type(data).__name__,
-            next_step="let the data set return tensors, or use another strategy",
+            next_step="make the data set return tensors, or use another strategy",
             code="WB-FIT-146",
         )
     every = range(len(list(tensors_of(data))))

@@ -158,7 +158,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
         raise FitError(
             "The model must return a tensor that it has computed.",
             seen=type(outputs[0]).__name__ if outputs else "nothing",
-            next_step="let the model return a tensor, or tensors in a tuple or dictionary",
+            next_step="make the model return a tensor, or tensors in a tuple or dictionary",
             code="WB-FIT-149",
         )
     distinct = list(dict.fromkeys(results))

@@ -174,8 +174,8 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "The servers do not have this parameter. When they received the model, "
-                        "the parameter was frozen or not in the optimizer.",
+                        "The servers do not have this parameter. When the servers received the "
+                        "model, the parameter was frozen or not in the optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="only parameters that were trained at the beginning",
                         next_step="call wb.prepare with all layers unfrozen and freeze some "
@@ -194,9 +194,9 @@ class Remote:
         now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
         if now != self._versions:
             raise FitError(
-                "The gradients were changed between backward and optimizer.step(). On this "
-                "worker they are only a part of the sum, so their norm is not the norm of the "
-                "whole sum.",
+                "The gradients were changed between backward() and optimizer.step(). A worker has "
+                "only its own part of the summed gradients, so the norm on a worker is not the "
+                "norm of the sum.",
                 seen="clip_grad_norm_, or another change of the gradients in place",
                 next_step="use wb.fit(clip_norm=...), which clips on the server, or the strategy "
                 "`mirrored`",

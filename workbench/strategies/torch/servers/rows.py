@@ -8,8 +8,8 @@ section 3.1 (a worker pushes and pulls the keys that its data has, not the whole
 
 A worker receives a row again if the row has changed since the worker last received it. So all rows
 of a worker's copy always belong to the same version of the table, as if the whole table had been
-sent. And the size of a message does not depend on the size of the table. This works only with
-optimizers that change only the rows for which there is a gradient (`check_row_wise`).
+sent. And the size of a message does not depend on the size of the table. This method works only
+with optimizers that change only the rows for which there is a gradient (`check_row_wise`).
 
 The number of rows differs from step to step, so such messages have a largest size but no fixed
 size. They are sent over the socket, even if whole tensors use shared memory.
@@ -60,8 +60,8 @@ def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Te
             continue
         settings = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise FitError(
-            "This optimizer changes rows without a gradient too, but for a sparse gradient the "
-            "workers send only the rows with a gradient.",
+            "This optimizer also changes rows that have no gradient. For a sparse gradient, the "
+            "workers send only the rows that have a gradient.",
             seen=f"{type(optimizer).__name__}({settings})",
             allowed="SGD, Adagrad and SparseAdam, without momentum and weight_decay",
             next_step="use one of these optimizers, or make the embedding with sparse=False",
