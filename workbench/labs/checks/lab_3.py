@@ -192,8 +192,8 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs this time, a "
-            "step with this worker and a step without it are not equally long, but they must be.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. For the right time, a step with the "
+            f"slow worker is as long as a step without it. For {found:.4g} s it is not.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
             else "if the slow worker is left out, how large is the part of each of the other "

@@ -119,6 +119,12 @@ def even(c: Check) -> None:
         f"The largest batch has {most} samples, but `batch_size` must stay {_BATCH}.",
         "change the number of images that you pass to `fit`, not `batch_size`",
     )
+    losses = np.asarray(alone.history["loss"], dtype=float)
+    c.need(
+        bool(np.any(np.diff(losses) >= 0)),
+        "In the run 'even-one_device' the loss fell in every step: all steps used the same batch.",
+        "pass at least 1400 of the images to `fit`",
+    )
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
     where = f"in step {odd[0]} the replicas got unequal shares: {steps[odd[0]]}" if odd else ""
     c.expect(
@@ -175,9 +181,9 @@ def in_pytorch(c: Check) -> None:
 
 @exercise("7.5", "The same weights in another layout")
 def apart(c: Check) -> None:
-    """Call the student's function with random layers, then with the two runs."""
+    """Call the student's function with random layers, also of equal shapes, then with the runs."""
     draw = np.random.default_rng(7)
-    for sizes in ((3, 3), (4, 2, 5)):
+    for sizes in ((3, 3), (4, 2, 5), (3, 3, 3)):
         for place in range(2 * len(sizes) - 2):
             for sign in (1, -1):
                 keras, torch = _made_up(draw, sizes, place, sign)
@@ -203,19 +209,27 @@ def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) 
     c.need(
         math.isclose(found, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.",
-        "return the largest absolute difference over all matrices and biases; transpose the "
-        "matrices first, because Keras and PyTorch store them in different layouts",
+        "pair the weights by their order, because layers may have equal shapes; transpose the "
+        "matrices, because Keras and PyTorch store them in different layouts; return the largest "
+        "absolute difference over all matrices and biases",
     )
 
 
 def _made_up(
     draw: Any, sizes: tuple[int, ...], place: int, sign: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return one network in both layouts, a little apart, and farther apart in one place."""
+    """Return one network in both layouts, a little apart, and farther apart in one place.
+
+    Layers of equal shapes begin with equal numbers, so the nearest matrix may be of another layer.
+    """
     keras: dict[str, Any] = {}
     torch: dict[str, Any] = {}
+    drawn: dict[tuple[int, ...], Any] = {}
     for layer, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
-        kernel, bias = draw.normal(size=(inputs, outputs)), draw.normal(size=outputs)
+        kernel, bias = (
+            drawn.setdefault(shape, draw.normal(size=shape))
+            for shape in ((inputs, outputs), (outputs,))
+        )
         keras |= {f"dense_{layer}/kernel": kernel, f"dense_{layer}/bias": bias}
         torch |= {f"{layer}.weight": kernel.T + 0.01, f"{layer}.bias": bias + 0.01}
     far = list(torch.values())[place]

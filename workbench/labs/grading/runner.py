@@ -318,7 +318,8 @@ class Grading:
     def _begin_again(self) -> NoReturn:
         """Begin again, if an exercise is open."""
         if self._open and self._graded.restarts >= self._limits.restarts:
-            raise _Enough(f"the notebook's kernel was restarted {self._limits.restarts} times")
+            most = self._limits.restarts
+            raise _Enough(f"the notebook's kernel reached its limit of {most} restarts")
         raise _Again
 
     def _without_the_loser(self, number: str) -> None:

@@ -9,6 +9,6 @@ In reading order:
     lab_13  a scaling study
     on_engines  what these checks ask of answers on the engines
 
-`branches` has the checks of lab 12's federated branches, and `on_engines` has what several checks
-ask of answers on the engines.
+`branches` has the checks of lab 12's federated branches. `on_engines` has what several checks ask
+of answers on the engines, and the code that calls lab 11's divided layers there.
 """

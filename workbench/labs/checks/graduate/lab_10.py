@@ -427,7 +427,7 @@ def _trained(
             "this pass: a .grad can hold old values before its new gradient arrives"
             if keep or (quiet and limit != _SMALL)
             else "after two backward passes, each .grad must be the sum of both passes, averaged "
-            "over the workers: no_sync() must not remove the first gradients from .grad"
+            "over the workers, so no_sync() must keep the gradients of the first pass in .grad"
             if quiet
             else "divide by world_size, write each part of a message back into the .grad of its "
             "parameter, and remove the messages of the previous step",
@@ -458,7 +458,7 @@ def parallel(c: Check) -> None:
         min(early) >= 4,
         "messages begin while the backward pass is still running",
         f"in steps 1 and 2, only {early[0]} and {early[1]} of 7 messages began before the backward "
-        "pass reached the first layer; at least 4 messages must begin before that",
+        "pass reached the first layer; at least 4 must",
         "begin the message of a bucket in the hook that gets the last gradient of this bucket, and "
         "let `finish` prepare the next step",
     )

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...answers import exercise
-from .on_engines import floats, have
+from .on_engines import ATTENTION, MLP, PARTS, SENT, floats, have
 
 if TYPE_CHECKING:
     from ...answers import Check
 
 _LOOK = "\n_labs_answer = _labs_look()\ndel _labs_look\n"
+
+_RAISED = (
+    "the check uses tensors of the type float64: use your answer with such tensors in a new cell "
+    "that begins with %%distributed. Which line raises the error?"
+)
 
 _FLAT = """
 def _labs_look():
@@ -31,11 +36,12 @@ def _labs_look():
         flat = flatten(given)
         if flat is None:
             return None
-        back = unflatten(flat, given)
+        back = unflatten(-flat, given)  # other numbers than those of the second argument
         if back is None:
             return [flat, None]
         same = len(back) == len(given) and all(
-            a.shape == b.shape and bool((a == b).all()) for a, b in zip(back, given))
+            a.shape == b.shape and a.dtype == b.dtype and bool((a == -b).all())
+            for a, b in zip(back, given))
         kind = "" if flat.dtype == torch.float64 else str(flat.dtype)
         found.append([len(flat), number, flat[:number].clone(), flat[number:].clone(), same, kind])
     return found
@@ -61,7 +67,7 @@ class _LabsLink:
 def _labs_net(seed):
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+        torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()
 def _labs_data(step, of):
     generator = torch.Generator().manual_seed(100 * step + of)
     return torch.randn(6, 4, generator=generator, dtype=torch.float64)
@@ -69,7 +75,7 @@ def _labs_data(step, of):
 
 _ZERO = """
 def _labs_look():
-    make = lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)
+    make = lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1, amsgrad=True)
     mine, true, link = _labs_net(3), _labs_net(3), _LabsLink()
     zero, adam = Zero1(mine, link, make), make(true.parameters())
     if not hasattr(zero, "step") or not hasattr(zero, "optimizer"):
@@ -80,14 +86,16 @@ def _labs_look():
         for of in range(world_size):
             (true(_labs_data(step, of)).square().mean() / world_size).backward()
         link.said.clear()
-        zero.step()
+        with _LabsSent() as sent:
+            zero.step()
         adam.step()
     off = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), true.parameters()))
     held = zero.state_bytes()
     numbers = sum(parameter.numel() for parameter in true.parameters())
     states = [t for s in zero.optimizer.state.values() for t in s.values() if t.numel() > 1]
     real = sum(t.numel() * t.element_size() for t in states)
-    names = [said[0] for said in link.said]
+    names = [said[0] for said in link.said]  # each of them sends with one function of dist
+    names += ["a function of dist"] * (len(sent.sizes) - len(names))
     return [off, -1 if held is None else float(held), numbers, names, type(held).__name__, real]
 """
 
@@ -111,27 +119,28 @@ def _labs_look():
     lost = [name for name in every if name not in whole]
     if lost:
         return [[], 0.0, lost, 0.0, 1]
-    kept = [torch.as_tensor(whole[name]).clone() for name in sorted(whole)]
+    kept = {name: torch.as_tensor(value).clone() for name, value in whole.items()}
     with torch.no_grad():  # the old object goes on: a copy does not change
         for state in zero.optimizer.state.values():
             for value in state.values():
                 value.add_(1)
-    flat = {name: torch.cat([adam.state[p][name].reshape(-1) for p in true.parameters()])
-            for name, value in every.items() if value.numel() > 1}
     sizes, off = [], 0.0
-    for name, wanted in flat.items():
-        found = torch.as_tensor(whole[name]).reshape(-1)
-        sizes.append([len(found), len(wanted)])
+    for name, value in every.items():
+        of = [adam.state[p][name].reshape(-1) for p in true.parameters()]
+        wanted = torch.cat(of) if value.numel() > 1 else of[0]
+        found = kept[name].reshape(-1)
+        sizes.append([name, len(found), len(wanted)])
         if len(found) == len(wanted):
             off = max(off, float((found - wanted).abs().max()))
-    if any(a != b for a, b in sizes):
+    if any(a != b for _, a, b in sizes):
         return [sizes, 0.0, [], 0.0, 1]
     zero = SavedZero1(mine, _LabsLink(), make)
     zero.load(whole)
     train(range(3, 5))
     again = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), true.parameters()))
-    after = [torch.as_tensor(whole[name]) for name in sorted(whole)]
-    same = all(bool((a == b).all()) for a, b in zip(kept, after))
+    same = all(
+        name in whole and bool((torch.as_tensor(whole[name]) == value).all())
+        for name, value in kept.items())
     return [sizes, off, [], again, int(same)]
 """
 
@@ -153,85 +162,6 @@ def _labs_look():
     return found
 """
 
-_PARTS = """
-import copy
-def _labs_numbers(*layers):
-    return [p.detach().clone() for layer in layers for p in layer.parameters()]
-def _labs_kind(module):
-    return next((str(p.dtype) for p in module.parameters() if p.dtype != torch.float64), None)
-def _labs_parts(module, divided, bias):
-    mine = list(module.parameters())
-    squares = [float(p.grad.square().sum()) for p in mine if p.grad is not None]
-    both = torch.tensor([sum(squares), sum(p.numel() for p in mine)], dtype=torch.float64)
-    held = both[1].item()
-    dist.all_reduce(both)
-    truth = [float(sum(p.grad.square().sum() for p in divided)), float(bias.grad.square().sum())]
-    with torch.no_grad():  # a step of SGD on both
-        for p in [*mine, *divided, bias]:
-            if p.grad is not None:
-                p -= 0.1 * p.grad
-    return [held, both[0].item(), both[1].item(), sum(p.numel() for p in divided), bias.numel(),
-            truth]
-"""
-"""The parameters of a divided module: their number here and on all workers, and their gradients.
-
-The parts may have any shape, and the last bias may be on one worker or on several.
-"""
-
-_MLP = """
-def _labs_look():
-    torch.manual_seed(5)
-    d, h = 4, 6 * world_size
-    first, second = torch.nn.Linear(d, h).double(), torch.nn.Linear(h, d).double()
-    x, weight = (torch.randn(5, d, dtype=torch.float64) for _ in range(2))
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    kept, begun = copy.deepcopy((first, second)), _labs_numbers(first, second)
-    mlp = ParallelMLP(*kept)  # it may draw random numbers of its own, and change its layers
-    if kind := _labs_kind(mlp):
-        return kind
-    out = mlp(a)
-    if not isinstance(out, torch.Tensor):
-        return None
-    def undivided(x):
-        return second(torch.nn.functional.gelu(first(x)))
-    true = undivided(b)
-    out.backward(weight)
-    true.backward(weight)
-    off = [float((out - true).abs().max()), float((a.grad - b.grad).abs().max())]
-    parts = _labs_parts(mlp, [first.weight, first.bias, second.weight], second.bias)
-    parts.append(int(all(map(torch.equal, _labs_numbers(*kept), begun))))
-    return [*off, float((mlp(x) - undivided(x)).abs().max()), *parts]
-"""
-
-_ATTENTION = """
-def _labs_look():
-    torch.manual_seed(6)
-    d, heads = 4 * world_size, 2 * world_size
-    qkv, out = torch.nn.Linear(d, 3 * d).double(), torch.nn.Linear(d, d).double()
-    x, weight = (torch.randn(2, 5, d, dtype=torch.float64) for _ in range(2))
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    kept, begun = copy.deepcopy((qkv, out)), _labs_numbers(qkv, out)
-    attention = ParallelAttention(*kept, heads)
-    if kind := _labs_kind(attention):
-        return kind
-    found = attention(a)
-    if not isinstance(found, torch.Tensor):
-        return None
-    def undivided(x):
-        q, k, v = [part.view(2, 5, heads, -1).transpose(1, 2) for part in qkv(x).chunk(3, -1)]
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out(mixed.transpose(1, 2).reshape(2, 5, d))
-    true = undivided(b)
-    if found.shape != true.shape:
-        return [float("inf"), float("inf")] + 8 * [0]
-    found.backward(weight)
-    true.backward(weight)
-    off = [float((found - true).abs().max()), float((a.grad - b.grad).abs().max())]
-    parts = _labs_parts(attention, [qkv.weight, qkv.bias, out.weight], out.bias)
-    parts.append(int(all(map(torch.equal, _labs_numbers(*kept), begun))))
-    return [*off, float((attention(x) - undivided(x)).abs().max()), *parts]
-"""
-
 _SAVED = """
 def _labs_look():
     torch.manual_seed(0)
@@ -243,6 +173,10 @@ def _labs_look():
     found.append([saved_bytes(lambda z: z * z, y), 80])
     found.append([saved_bytes(lambda z: (z.exp() * z.exp()).sum(), y), 160])
     found.append([saved_bytes(lambda z: z + 1, y), 0])
+    w = torch.randn(2, 5, requires_grad=True, dtype=torch.float64)
+    found.append([saved_bytes(lambda z: z.view(5, 2) * z.view(5, 2), w), 80])
+    deep = [layer for _ in range(6) for layer in (torch.nn.Linear(8, 8), torch.nn.GELU())]
+    found.append([saved_bytes(torch.nn.Sequential(*deep), x), 4 * 16 * 8 * 12])
     return [[-1.0 if a is None else float(a), float(b)] for a, b in found]
 """
 
@@ -260,7 +194,7 @@ def held(c: Check) -> None:
         for stage in range(4):
             found = c.number_from("held_bytes", parameters, workers, stage)
             c.need(
-                math.isclose(found, parameters * _bytes(workers, stage), rel_tol=1e-9, abs_tol=1),
+                math.isclose(found, parameters * _bytes(workers, stage), rel_tol=1e-9, abs_tol=4),
                 f"held_bytes({parameters:,}, {workers}, {stage}) returned {found:.6g}, which is "
                 "not the number of bytes that a worker holds.",
                 f"look at stage {stage} in the table: which of the three parts are divided by N?",
@@ -282,7 +216,7 @@ def held(c: Check) -> None:
             found = c.number_from("sent_bytes", parameters, workers, stage)
             true = times * 4 * parameters * (workers - 1) / workers
             c.need(
-                math.isclose(found, true, rel_tol=1e-9, abs_tol=1),
+                math.isclose(found, true, rel_tol=1e-9, abs_tol=4),
                 f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}, which is "
                 "not the number of bytes that a worker sends.",
                 "count the reduce-scatters and all-gathers of a step: in each of them, a worker "
@@ -298,7 +232,7 @@ def held(c: Check) -> None:
 def flat(c: Check) -> None:
     """Call both functions with several shapes. Check the numbers, the padding and the shapes."""
     workers = have(c, "flatten", "unflatten")
-    for found in c.ask(_FLAT + _LOOK):
+    for found in c.ask(_FLAT + _LOOK, hint=_RAISED):
         c.need(
             found is not None and not (len(found) == 2 and found[1] is None),
             "`flatten` or `unflatten` returned None.",
@@ -322,18 +256,20 @@ def flat(c: Check) -> None:
                 "-7 % 3 is 2",
             )
             c.need(
-                bool(same),
-                "`unflatten(flatten(tensors), tensors)` does not return the original tensors.",
-                "in the vector, each tensor begins where the previous tensor ends",
-            )
-            c.need(
                 not kind,
                 f"For tensors of type float64, the vector of `flatten` has the type {kind}.",
                 "make the vector with the type of the tensors, which is tensors[0].dtype",
             )
+            c.need(
+                bool(same),
+                "`unflatten(flat, like)` does not return the numbers of `flat`, with the type of "
+                "`flat` and the shapes of the tensors in `like`.",
+                "in the vector `flat`, each tensor begins where the previous tensor ends; take no "
+                "numbers from `like`, because they can be different from those of `flat`",
+            )
     c.expect(
         True,
-        "`unflatten` returns the original tensors, for any number of tensors and any shapes",
+        "`unflatten` is the opposite of `flatten`, for any number of tensors and any shapes",
         "",
     )
 
@@ -342,7 +278,7 @@ def flat(c: Check) -> None:
 def zero(c: Check) -> None:
     """Train four steps with weight decay. Compare weights, state and collectives with Adam's."""
     workers = have(c, "Zero1", "flatten", "unflatten")
-    found = c.ask(_LINK + _ZERO + _LOOK)
+    found = c.ask(SENT + _LINK + _ZERO + _LOOK, hint=_RAISED)
     c.need(
         all(one is not None for one in found) and all(one[4] != "NoneType" for one in found),
         "A method of `Zero1` is empty, or `self.optimizer` is missing.",
@@ -356,22 +292,22 @@ def zero(c: Check) -> None:
         "every worker needs the new parts of all workers",
     )
     c.expect(True, "the weights equal those of an undivided optimizer", "")
-    part_bytes = 2 * 8 * math.ceil(float(found[0][2]) / workers)  # AdamW has two moments
+    part_bytes = 3 * 8 * math.ceil(float(found[0][2]) / workers)  # amsgrad=True: three tensors
     whole = [float(one[5]) for one in found if float(one[5]) != part_bytes]
     c.need(
         not whole,
         f"On a worker, the state of `self.optimizer` has {max(whole, default=0):g} bytes, but the "
-        f"two moments of a worker's part have {part_bytes} bytes.",
+        f"tensors of the state of a worker's part have {part_bytes} bytes.",
         "make one parameter for this worker's part, and give only this parameter to make_optimizer",
     )
     other = [float(one[1]) for one in found if float(one[1]) != part_bytes]
     c.expect(
         not other,
         f"each worker holds 1/{workers} of the optimizer's state",
-        f"state_bytes() returned {max(other, default=0):g}, but the two moments of a worker's "
-        f"part have {part_bytes} bytes",
-        "the state of `self.optimizer` contains tensors: add up the bytes of those tensors that "
-        "have more than one number",
+        f"state_bytes() returned {max(other, default=0):g}, but the tensors of the state of a "
+        f"worker's part have {part_bytes} bytes",
+        "add up the bytes of all tensors in the state of `self.optimizer` that have more than one "
+        "number: the check uses AdamW with amsgrad=True, which has one tensor more than Adam",
     )
     names = [[str(name) for name in one[3]] for one in found]
     c.expect(
@@ -379,7 +315,10 @@ def zero(c: Check) -> None:
         "a step sends with one reduce-scatter and one all-gather",
         "a step must use one reduce_scatter and one all_gather of the link, but it used "
         f"{', '.join(names[0]) or 'none'}",
-        "send only with the methods of `link`",
+        "flatten all gradients first, so that one reduce_scatter is enough, and collect the new "
+        "parts with one all_gather; an all_reduce sends twice as much"
+        if set(names[0]) & {"all_reduce", "reduce_scatter"} and "a function of dist" not in names[0]
+        else "send only with the methods of `link`",
     )
 
 
@@ -387,7 +326,7 @@ def zero(c: Check) -> None:
 def saved_state(c: Check) -> None:
     """Save after three steps, load into a new object, and train on. Compare with one AdamW."""
     have(c, "SavedZero1", "Zero1", "flatten")
-    found = c.ask(_LINK + _STATE + _LOOK)
+    found = c.ask(_LINK + _STATE + _LOOK, hint=_RAISED)
     c.need(
         all(one is not None for one in found),
         "`whole_state()` did not return a dictionary.",
@@ -402,10 +341,15 @@ def saved_state(c: Check) -> None:
         "amsgrad=True, which has one entry more than Adam",
     )
     for sizes, *_ in found:
-        for length, wanted in sizes:
+        for name, length, wanted in sizes:
+            c.need(
+                wanted > 1 or length == 1,
+                f"The saved `{name}` has {length} numbers, but `{name}` is a single number.",
+                "save a single number unchanged: its value is the same on all workers",
+            )
             c.need(
                 length == wanted,
-                f"A saved moment has {length} numbers, but the model has {wanted} parameters.",
+                f"The saved `{name}` has {length} numbers, but the model has {wanted} parameters.",
                 "collect the parts of all workers, and cut off the padding at the end",
             )
     off = max(float(one[1]) for one in found)
@@ -415,6 +359,11 @@ def saved_state(c: Check) -> None:
         "save every entry of the state under its name, and put the parts in the order of the ranks",
     )
     c.expect(True, "the saved state is that of an undivided optimizer", "")
+    c.need(
+        all(one[4] for one in found),
+        "The dictionary of `whole_state()` changed when the training continued.",
+        "copy each tensor with .clone(), because the optimizer changes its own tensors in place",
+    )
     again = max(float(one[3]) for one in found)
     c.need(
         again < 1e-10,
@@ -422,11 +371,6 @@ def saved_state(c: Check) -> None:
         "uninterrupted run.",
         "`load` must write two things into self.optimizer.state: this worker's part of the "
         "moments, and `step`",
-    )
-    c.need(
-        all(one[4] for one in found),
-        "The dictionary of `whole_state()` changed when the training continued.",
-        "copy each tensor with .clone(), because the optimizer changes its own tensors in place",
     )
     c.expect(True, "after `load`, training gives the same weights as an uninterrupted run", "")
 
@@ -445,7 +389,7 @@ def conjugate(c: Check) -> None:
         "`CopyIn` or `SumOut` has no method forward, or no method backward.",
         "write both as static methods: forward(ctx, x) and backward(ctx, gradient)",
     )
-    found = c.ask(_CONJUGATE + _LOOK)
+    found = c.ask(_CONJUGATE + _LOOK, hint=_RAISED)
     c.need(
         all(one is not None for one in found),
         "`CopyIn.apply(x)` or `SumOut.apply(x)` did not return a tensor.",
@@ -497,6 +441,14 @@ def _divided(
         f"keep only this worker's part as parameters: {kept}; the last bias may be on every worker "
         "or on only one worker",
     )
+    whole, *other = (int(one) for one in parts[7])
+    c.need(
+        not other,
+        f"Worker {rank} sent a tensor with {max(other, default=0)} numbers, but the input and the "
+        f"result have {whole} numbers.",
+        "a worker sends only activations and their gradients, never weights: apply CopyIn to the "
+        "input, and SumOut to this worker's part of the result",
+    )
     divided, last = (float(one) for one in parts[5])
     c.need(
         any(
@@ -505,7 +457,8 @@ def _divided(
         ),
         "The gradients of the parts are not those of the undivided layers.",
         "every weight and bias of a part must be a parameter with its own gradient; the backward "
-        "pass of SumOut must not add up gradients",
+        "pass of SumOut must not add up gradients; and do not divide the bias by N: each copy then "
+        "gets only 1/N of its gradient",
     )
     c.need(
         off_later < 1e-10,
@@ -541,7 +494,7 @@ def _returned(c: Check, found: list[Any], name: str) -> None:
 def mlp(c: Check) -> None:
     """Call `ParallelMLP` forward and backward. Compare with the undivided layers."""
     have(c, "ParallelMLP", "CopyIn", "SumOut")
-    found = c.ask(_PARTS + _MLP + _LOOK)
+    found = c.ask(SENT + PARTS + MLP + _LOOK, hint=_RAISED)
     _returned(c, found, "ParallelMLP")
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
@@ -567,7 +520,7 @@ def mlp(c: Check) -> None:
 def attention(c: Check) -> None:
     """Call `ParallelAttention` forward and backward. Compare with all heads on one worker."""
     have(c, "ParallelAttention", "CopyIn", "SumOut")
-    found = c.ask(_PARTS + _ATTENTION + _LOOK)
+    found = c.ask(SENT + PARTS + ATTENTION + _LOOK, hint=_RAISED)
     _returned(c, found, "ParallelAttention")
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
@@ -594,7 +547,8 @@ def saved(c: Check) -> None:
     have(c, "saved_bytes")
     hint = "`function` may be a plain Python function, which has no method parameters()"
     answers: list[list[Any]] = c.ask(_SAVED + _LOOK, hint=hint)[0]
-    (net, net_true), (square, square_true), (twice, twice_true), (plus, plus_true) = answers
+    (net, net_true), (square, square_true), (twice, twice_true), (plus, plus_true), *more = answers
+    (views, views_true), (deep, deep_true) = more
     c.need(
         float(net) >= 0,
         "`saved_bytes` returned None.",
@@ -618,6 +572,20 @@ def saved(c: Check) -> None:
         float(plus) == float(plus_true),
         f"For z + 1, autograd saves nothing, but `saved_bytes` returned {float(plus):g}.",
         "count only tensors that autograd saves",
+    )
+    c.need(
+        float(views) == float(views_true),
+        "For z.view(5, 2) * z.view(5, 2), autograd saves two views of z, and z has 80 bytes. But "
+        f"`saved_bytes` returned {float(views):g}.",
+        "the two views are different Python objects with the same memory: compare data_ptr(), and "
+        "not id()",
+    )
+    c.need(
+        float(deep) == float(deep_true),
+        f"For six linear layers with GELU, autograd saves {float(deep_true):g} bytes, but "
+        f"`saved_bytes` returned {float(deep):g}.",
+        "`pack` must return the tensor; otherwise its memory is used again, and two different "
+        "tensors have the same data_ptr()",
     )
     c.expect(
         float(twice) == float(twice_true),
