@@ -233,7 +233,7 @@ class Branch(nn.Module):
             ["3 layers for 6 stages", "-o stages_per_worker=1"],
         ),
         ("model_split -o microbatches=16", "", {}, ["WB-PLAN-082", "at most 8"]),
-        ("model_split -o split_at=head", "", {}, ["'head'", "0, 1, 2", "leave split_at out"]),
+        ("model_split -o split_at=head", "", {}, ["'head'", "0, 1, 2", "remove split_at"]),
         ("model_split", BRANCH, {"model": "Branch()"}, ["WB-FIT-148", "line 11"]),
         ("tensor_parallel -o plan=head=col", "", {}, ["'head'", "WB-FIT-153"]),
     ],

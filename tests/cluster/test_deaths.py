@@ -77,7 +77,7 @@ def test_a_kill_is_named_within_two_seconds_with_rank_pid_signal_and_memory(clus
     named_s = time.perf_counter() - began
     text = ends(run)
     over_s = time.perf_counter() - began
-    assert text.startswith(f"Rank 1 is gone: Engine 1 (pid {pid}) died: killed by SIGKILL (it held")
+    assert text.startswith(f"Rank 1 is gone: Engine 1 (pid {pid}) died: killed by SIGKILL (it used")
     assert "%cluster restart 1" in text
     assert named_s < 2.0
     assert over_s < 2.0 + 2.0  # the others end, too

@@ -264,7 +264,7 @@ def test_the_extension_loaded_again_keeps_the_cluster(book: Notebook) -> None:
 
 def test_a_dead_worker_is_told_by_each_cell_until_it_is_back(book: Notebook) -> None:
     book.refused("%%rank 1\nimport os\nos._exit(3)", "exited with code 3")
-    note = "Engine 1 is dead, so 1 of 2 workers remains; %cluster restart 1 brings it back."
+    note = "Engine 1 is dead, so 1 of 2 workers remains; %cluster restart 1 starts it again."
     for _ in range(2):
         assert book.ok("%%distributed\nprint(world_size)").lines() == [
             f"[rank 0] note: {note}",

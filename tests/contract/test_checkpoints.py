@@ -196,7 +196,7 @@ def test_a_loop_that_distributes_itself_cannot_be_saved(workers: Workers, tmp_pa
     reports = workers.run(
         "mirrored", cells.watched, workers=2, checkpoint=str(tmp_path), checkpoint_every=5
     )
-    assert "leave --checkpoint out" in failures(reports)[0]
+    assert "remove --checkpoint" in failures(reports)[0]
 
 
 @pytest.mark.parametrize("kind", ["noisy", "stream", "processes"])

@@ -98,4 +98,4 @@ def test_an_own_loop_is_refused(tmp_path: Path) -> None:
         "mirrored", tf_cells.OWN_LOOP, 2, names={**names, "GRAPH": True, "STEPS": 5},
         told={"checkpoint": str(tmp_path), "checkpoint_every": 5},
     )  # fmt: skip
-    assert "leave --checkpoint out" in (report.error or "")
+    assert "remove --checkpoint" in (report.error or "")

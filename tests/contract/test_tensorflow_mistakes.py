@@ -40,7 +40,7 @@ TORCH = (
         ),
         (
             COMPILED + "model.fit(data.batch(32), batch_size=16)",
-            ["WB-FIT-090", "batches of 32", "batch_size=16", "leave batch_size out"],
+            ["WB-FIT-090", "batches of 32", "batch_size=16", "remove batch_size"],
         ),
         (
             HEAD + "wb.fit(model, data.batch(32), loss=loss, optimizer=optimizer, batch_size=16)",

@@ -204,7 +204,7 @@ def test_an_interrupted_check_is_stopped(run, kernels, report):
     kernels.checks = {"1.5": lambda kernel: Reply(interrupted=True, answer=report)}
     graded = run()
     assert states(graded) == ["right", "right", "right", "stopped"]
-    words = "in its check, it took longer than 5 s and was interrupted"
+    words = "in its check, the code took longer than 5 s and was interrupted"
     assert graded.outcomes[-1].reason == words
     assert graded.status == 1
 

@@ -102,7 +102,7 @@ def test_refused_messages_are_counted_below_the_table() -> None:
     assert session_status.rejected(cluster) == 5  # type: ignore[arg-type]
     (note,) = session_status.notes(cluster)  # type: ignore[arg-type]
     assert "5" in note.split()
-    agents.refused, agents.turned_away = 1, ["An agent on xh9 was refused: place 0 is taken."]
+    agents.refused, agents.turned_away = 1, ["Refused an agent on xh9: place 0 is taken."]
     assert session_status.rejected(cluster) == 6  # type: ignore[arg-type]
     assert agents.turned_away[0] in session_status.notes(cluster)  # type: ignore[arg-type]
     router.rejected, router.refused, engines.hosted = 0, {}, None

@@ -92,6 +92,49 @@ def test_what_makes_a_comparison_unfair_is_said(change: dict[str, object], says:
     assert any(re.search(says, note) for note in compare([first, second]).notes)
 
 
+def test_notes_name_runs_of_one_name_as_the_table_does() -> None:
+    good = replace(make_summary("train", meta_strategy="one_device"), batch_size=24)
+    bad = replace(make_summary("train", ranks=2, meta_strategy="mirrored"),
+                  batch_size=48, state="failed", steps=12)  # fmt: skip
+    compared = compare([good, bad])
+    assert [row.name for row in compared.rows] == ["train", "train (2)"]
+    assert compared.labels == ("train", "train (2)")
+    assert [curve.name for curve in compared.curves] == ["train", "train (2)"]
+    (failed,) = (note for note in compared.notes if "failed" in note)
+    assert failed.startswith("train (2) ")
+    assert any("train 24, train (2) 48" in note for note in compared.notes)
+    assert any(re.search(r"train 20, train \(2\) 12\b", note) for note in compared.notes)
+
+
+def test_no_two_runs_have_the_same_label() -> None:
+    twice = make_summary("a", meta_strategy="mirrored")
+    seeds = [make_summary("b", meta_strategy="mirrored", meta_seed=seed) for seed in (1, 2)]
+    taken = make_summary("a (2)", meta_strategy="fsdp")
+    compared = compare([twice, taken, twice, *seeds])
+    assert [row.names for row in compared.rows] == [("a", "b", "b"), ("a (2)",), ("a",)]
+    assert compared.labels == ("a", "a (2)", "a (3)", "b", "b (2)")
+
+
+def test_the_steps_of_a_busiest_worker_are_told_from_those_asked_for() -> None:
+    one = replace(make_run("one", strategy="one_device", steps=23), total_steps=23)
+    server = replace(make_run("server", 2, late=1.0, steps=25), total_steps=22)
+    assert compare([one, server]).rows[1].steps == 25
+    assert any(re.search(r"one 23, server 22 \(25 ", note) for note in compare([one, server]).notes)
+
+
+def test_a_run_that_continued_another_is_told_with_the_steps_of_its_own() -> None:
+    rows = make_rows(40, 1, first=80, samples=32)
+    meta = {"name": "b", "strategy": "mirrored", "recipe": "abc", "seed": 0, "batch_size": 32}
+    resumed = replace(summarise(make_history(rows), meta), total_steps=120)
+    assert (resumed.first_step, resumed.steps) == (80, 40)
+    notes = compare([make_summary("a", meta_strategy="one_device"), resumed]).notes
+    assert any(re.search(r"a 20, b 120 \(40 ", note) for note in notes)
+    assert any(re.search(r"^b .*\b80\b.*\b40\b", note) for note in notes)
+    assert make_summary("a").first_step == 0
+    cut_off = replace(resumed, state="failed")
+    assert any(re.search(r"^b .*failed.* 120 of 120", note) for note in compare([cut_off]).notes)
+
+
 def test_a_fair_comparison_has_nothing_to_say() -> None:
     first = make_summary("a", meta_strategy="one_device")
     assert compare([first, make_summary("b", meta_strategy="mirrored", ranks=2)]).notes == ()
@@ -259,6 +302,19 @@ def test_a_summary_holds_whole_run_figures() -> None:
     assert summary.sent_bytes == 150_000
     assert [round(w.wait_ms) for w in summary.workers_table] == [20, 20, 0]
     assert summary.final_loss == pytest.approx(history["loss"][-1])
+
+
+@pytest.mark.parametrize(("data_parallel", "batch"), [(True, 48), (False, 24)])
+def test_a_batch_that_nobody_told_is_that_of_a_typical_step(
+    data_parallel: bool, batch: int
+) -> None:
+    rows = make_rows(20, 2, samples=24)
+    rows["samples"][9::10] = 5
+    history = make_history(rows, data_parallel=data_parallel)
+    assert summarise(history, {}).batch_size == batch
+    assert summarise(history, {"batch_size": 64}).batch_size == 64
+    assert summarise(make_history(make_rows(0, 2)), {}).batch_size is None
+    assert summarise(make_history(make_rows(5, 2, samples=0)), {}).batch_size is None
 
 
 def test_a_summary_names_what_was_not_measured() -> None:

@@ -20,16 +20,16 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("end", "memory", "said"),
     [
-        (Exit(1, None, 9, 3 * GB), Memory(16 * GB), "killed by SIGKILL (perhaps out of memory: it held 3.0 GB)"),  # noqa: E501
-        (Exit(1, None, 9, GB), Memory(16 * GB), "killed by SIGKILL (it held 1.0 GB)"),
-        (Exit(1, None, 9, GB), Memory(16 * GB, kills=1), "killed by SIGKILL (out of memory according to the system's counter: it held 1.0 GB)"),  # noqa: E501
-        (Exit(1, None, 9, GB), Memory(16 * GB, 1, logged=True), "killed by SIGKILL (out of memory according to the system's log: it held 1.0 GB)"),  # noqa: E501
+        (Exit(1, None, 9, 3 * GB), Memory(16 * GB), "killed by SIGKILL (perhaps out of memory: it used 3.0 GB of memory)"),  # noqa: E501
+        (Exit(1, None, 9, GB), Memory(16 * GB), "killed by SIGKILL (it used 1.0 GB of memory)"),
+        (Exit(1, None, 9, GB), Memory(16 * GB, kills=1), "killed by SIGKILL (out of memory according to the system's counter of killed processes: it used 1.0 GB of memory)"),  # noqa: E501
+        (Exit(1, None, 9, GB), Memory(16 * GB, 1, logged=True), "killed by SIGKILL (out of memory according to the system's log: it used 1.0 GB of memory)"),  # noqa: E501
         (Exit(1, None, 9), Memory(), "killed by SIGKILL"),
         (Exit(1, None, 6), Memory(), "killed by SIGABRT (native code called abort())"),
         (Exit(1, 3, None), Memory(), "exited with code 3 (the cell called os._exit, or a library ended the process)"),  # noqa: E501
         (Exit(1, 255, None), Memory(refused="a limit"), "exited with code 255 (a limit)"),
         (Exit(1, None, 6), Memory(refused="a limit"), "killed by SIGABRT (a limit)"),
-        (Exit(1, None, 15), Memory(refused="a limit"), "killed by SIGTERM (another process or a user asked it to end)"),  # noqa: E501
+        (Exit(1, None, 15), Memory(refused="a limit"), "killed by SIGTERM (sent by another process or by a user)"),  # noqa: E501
         (Exit(1, 0, None), Memory(refused="a limit"), "exited with code 0"),
         (Exit(1, 0, None), Memory(), "exited with code 0"),
         (Exit(1, None, None), Memory(), "for an unknown reason"),

@@ -212,7 +212,7 @@ def test_a_rank_is_held_until_somebody_answers():
 
 def test_a_rank_goes_on_where_nobody_can_answer():
     engine, kernel = talk(paused_can_prompt=False)
-    assert "no prompt" in engine.ask("debugger", "cell line 3", "")
+    assert "front end" in engine.ask("debugger", "cell line 3", "")
     assert not kernel.stops
 
 
@@ -221,7 +221,7 @@ def test_a_rank_that_pauses_before_its_cell_is_waited_for_is_told_the_same(monke
     engine, kernel = talk()
     with paused.attending(True):
         kernel.unattended()  # the end of another cell takes nothing from it
-        assert "no prompt" in engine.ask("debugger", "cell line 3", "")
+        assert "front end" in engine.ask("debugger", "cell line 3", "")
     for blocks in (True, False):
         with paused.attending(blocks):
             assert bool(engine.ask("debugger", "cell line 3", "")) is blocks

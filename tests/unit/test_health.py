@@ -22,7 +22,7 @@ def test_a_loss_that_was_seen_and_never_was_a_number_is_named_as_such():
     watch = LossWatch()
     watch.look(np.arange(3), nan, np.ones(3, bool))
     assert watch.step == 0
-    assert "step on (step" in watch.note
+    assert "first step" in watch.note
     assert "data" in watch.note
 
 

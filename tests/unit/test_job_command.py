@@ -138,8 +138,12 @@ def test_every_later_run_is_checked(pair, tmp_path, capsys):
     make_run(tmp_path / "c", "a", compute_s=0.011)
     status, found = compared(capsys, *pair, str(tmp_path / "c"), "--fail-if", "wall_s > 1.2")
     assert status == 1
-    assert [(one["run"], one["held"]) for one in found["checks"]] == [("b", True), ("a", False)]
+    told = [(one["run"], one["held"]) for one in found["checks"]]
+    assert told == [("b", True), ("a (2)", False)]
     assert str(tmp_path / "c") in found["checks"][1]["why"]  # its name is the first one's too
+    assert found["baseline"] == "a"
+    assert [one["run"] for one in found["runs"]] == ["a", "b", "a (2)"]
+    assert [one["name"] for one in found["runs"]] == ["a", "b", "a"]
 
 
 def test_a_single_run_is_checked_against_values(pair, capsys):
@@ -155,7 +159,8 @@ def test_a_run_that_failed_or_was_cut_off_is_no_success(tmp_path, capsys, state)
     status, found = compared(capsys, *places, "--fail-if", "samples_per_s < 0.5")
     assert status == 1
     assert [one["held"] for one in found["checks"]] == [False, True]
-    assert compared(capsys, *places)[0] == 0
+    assert compared(capsys, *places)[0] == 1
+    assert compared(capsys, places[1])[0] == 1
 
 
 def test_nothing_is_held_against_a_run_that_failed(tmp_path, capsys):
@@ -163,7 +168,9 @@ def test_nothing_is_held_against_a_run_that_failed(tmp_path, capsys):
     make_run(tmp_path / "b")
     places = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert compared(capsys, *places, "--fail-if", "samples_per_s < 0.5")[0] == 2
-    assert compared(capsys, *places, "--fail-if", "loss > 100 abs")[0] == 0
+    assert compared(capsys, *places, "--fail-if", "loss > 100 abs")[0] == 2
+    assert compared(capsys, *places)[0] == 2
+    assert compared(capsys, places[1])[0] == 0
 
 
 def test_a_run_that_goes_on_is_not_checked(tmp_path, capsys):
@@ -173,6 +180,8 @@ def test_a_run_that_goes_on_is_not_checked(tmp_path, capsys):
     places = [str(tmp_path / "a"), str(folder)]
     status, found = compared(capsys, *places, "--fail-if", "samples_per_s < 0.5")
     assert (status, found["runs"][1]["state"]) == (2, "running")
+    status, found = compared(capsys, *places)
+    assert (status, [one["held"] for one in found["checks"]]) == (2, [None])
 
 
 def test_a_loss_that_became_no_number_is_above_every_limit():
@@ -374,6 +383,21 @@ def test_an_order_reaches_the_run(followed, capsys, words, told):
     assert run.told == [told]
     assert json.loads(capsys.readouterr().out)["sent"]["do"] == words[0]
     assert run.closed
+
+
+def test_a_place_that_is_neither_a_folder_nor_a_job_is_told_with_what_there_is(
+    jobs, followed, tmp_path, monkeypatch, capsys
+):
+    run = followed()
+    make_run(tmp_path / "trained")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["control", "--json", "traned", "stop"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "WB-RUN-112"
+    assert str(tmp_path / "traned") in error["seen"]
+    assert "trained" in error["allowed"]
+    assert "running-job" in error["allowed"]
+    assert (run.told, run.asked) == ([], [])
 
 
 @pytest.mark.parametrize(

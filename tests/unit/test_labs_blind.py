@@ -115,7 +115,7 @@ def test_a_case_that_was_run_comes_back_with_other_numbers(begun, capsys):
 
 @pytest.mark.parametrize(
     ("strategy", "rate", "words"),
-    [(None, None, "are needed"), ("mirrored", None, "are needed"), ("ring", 5, "'ring'"),
+    [(None, None, "give a"), ("mirrored", None, "give a"), ("ring", 5, "'ring'"),
      ("mirrored", "fast", "'fast'"), ("mirrored", -1, "-1.0 "),
      ("mirrored", float("nan"), "nan "), (["mirrored"], 5, "['mirrored']")],
 )  # fmt: skip

@@ -175,3 +175,11 @@ def test_unusable_numbers_of_workers_are_refused(workers: Any) -> None:
 def test_a_pipeline_that_does_not_fit_is_refused_as_in_a_run() -> None:
     with pytest.raises(PlanError, match="WB-PLAN-083"):
         diagram("hybrid", 4, stages=3)
+
+
+def test_the_messages_of_an_unknown_node_are_an_error() -> None:
+    drawn = diagram("mirrored", 2)
+    with pytest.raises(PlanError) as caught:
+        drawn.sent_bytes("w2", {"M": 8.0}, 0)
+    assert caught.value.code == "WB-PLAN-342"
+    assert "w1" in str(caught.value)

@@ -82,7 +82,7 @@ def test_waiting_for_a_worker_that_is_always_slower_counts_as_work() -> None:
     assert mirrored.payoff.kind == "undivided"
 
 
-def test_workers_that_share_the_cores_of_one_device_are_named() -> None:
+def test_undivided_work_has_two_possible_causes_where_workers_may_share_cores() -> None:
     shared = {"threads": 1, "devices": ("cpu", "cpu")}
     one, plan = pair(steady(0.004, 0.001), steady(0.0041, 0.008), **shared)
     one = replace(one, threads=2, devices=("cpu",))
@@ -91,8 +91,9 @@ def test_workers_that_share_the_cores_of_one_device_are_named() -> None:
     assert found.kind == "undivided"
     assert math.isnan(found.factor)
     said = sentence_of(found, one, plan)
-    assert "the cores" in said
-    assert re.search(r"4\.1 ms.*\b1/2 .*one_device.* 4\.0 ms", said)
+    assert "cores" in said
+    assert "depend" in said
+    assert re.search(r"data .*4\.1 ms.*\b1/2 .*one_device.* 4\.0 ms", said)
 
 
 def test_undivided_work_elsewhere_is_left_open() -> None:
@@ -102,6 +103,23 @@ def test_undivided_work_elsewhere_is_left_open() -> None:
     said = sentence_of(found, one, plan)
     assert found.kind == "undivided"
     assert "cores" not in said
+    assert "depend" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "plan"),
+    [
+        ("begins", steady(0.004, 0.001), steady(0.002, 0.007)),
+        ("pays", steady(0.040, 0.001), steady(0.020, 0.007)),
+        ("far", steady(0.004, 0.0), steady(0.002, 0.002 * FAR * 1.1)),
+    ],
+)
+def test_a_break_even_names_what_it_assumes(kind: str, one: Steady, plan: Steady) -> None:
+    a, b = pair(one, plan)
+    found = payoff_of(a, b)
+    assert found is not None
+    assert found.kind == kind
+    assert "grows" in sentence_of(found, a, b)
 
 
 def test_a_break_even_far_beyond_these_runs_gets_no_number() -> None:

@@ -40,7 +40,7 @@ def test_a_known_serial_share_is_read_back_from_strong_scaling() -> None:
     assert curve.law.limit == pytest.approx(5.0, rel=0.01)
     assert found.distribute
     assert "20 %" in found.verdict
-    assert "more than 5.0x" in found.verdict
+    assert " 5.0x" in found.verdict
 
 
 def test_a_known_serial_share_is_read_back_from_weak_scaling() -> None:
@@ -220,6 +220,21 @@ def test_what_gains_nothing_should_not_be_distributed_and_the_measured_reason_is
     assert "50 ms communicating" in found.verdict
     assert "2.5 ms computing" in found.verdict
     assert "10 ms" in found.verdict
+
+
+@pytest.mark.parametrize(("batches", "told"), [((64, 64), True), ((32, 64), False)])
+def test_undivided_computing_is_explained_only_where_workers_have_smaller_shares(
+    batches: tuple[int, int], told: bool
+) -> None:
+    runs = [
+        run_of(workers, 0.10 + 0.15 * (workers > 1), batch=batch)
+        for workers, batch in zip((1, 2), batches, strict=True)
+    ]
+    found = scaling(runs)
+    assert found is not None
+    assert found.distribute is False
+    assert ("cores" in found.verdict) is told
+    assert ("depend" in found.verdict) is told
 
 
 def test_a_gain_within_the_doubt_is_no_gain() -> None:

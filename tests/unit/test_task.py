@@ -358,7 +358,7 @@ def test_lost_workers_are_told_until_they_are_back():
     assert short_handed([], 2) == ""
     assert re.search("Engine 1 .* 1 of 2 workers.*%cluster restart 1 ", short_handed([1], 1))
     assert short_handed([0, 3], 2) == (
-        "Engines 0, 3 are dead, so 2 of 4 workers remain; %cluster restart 0 3 brings them back."
+        "Engines 0, 3 are dead, so 2 of 4 workers remain; %cluster restart 0 3 starts them again."
     )
 
 

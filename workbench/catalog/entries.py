@@ -367,7 +367,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="divides the samples of each class unevenly among the workers: alpha of a "
+                help="how unevenly each class is divided among the workers: alpha of a "
                 "Dirichlet distribution (0.1: very unevenly); `none`: evenly",
             ),
         ),

@@ -36,7 +36,9 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "the run's name",
+    "run": "the run's name; if an earlier place has a run of the same name, with a number, as in "
+    "`train (2)`",
+    "name": "the run's name without this number",
     "place": "the place as you wrote it",
     "folder": "the run folder that was read",
     "strategy": "the name of the strategy",
@@ -85,7 +87,7 @@ PROGRESS = {
     "step": "steps that all workers completed",
     "total_steps": "the total number of steps; null while it is unknown",
     "loss": "the loss of the latest step",
-    "samples_per_s": "samples per second of all workers together, over the last seconds",
+    "samples_per_s": "samples per second of all workers together, over the last few seconds",
     "compute_share": "share of the workers' time in which they compute, 0 to 1",
     "sync_wait_share": "share of the workers' time in which they wait for each other, 0 to 1",
     "slow_rank": "the rank of the worker for which the others wait; null if there is no straggler",
@@ -188,7 +190,7 @@ def run_folder(place: str | Path) -> Path:
         raise PlanError(
             "There is no such folder.",
             seen=str(place),
-            allowed="a run folder, a job folder, or what run.save(path) wrote",
+            allowed="a run folder, a job folder, or a folder that run.save(path) wrote",
             next_step="copy the folder to this machine; only `workbench follow` can read ssh://host/dir",
             code="WB-PLAN-249",
         )
@@ -249,6 +251,7 @@ def figures_of(run: Run, summary: RunSummary, *, place: str, state: str) -> dict
     evals = [f"eval_{name}" for name in row.evals]
     about = {
         "run": run.name,
+        "name": run.name,
         "place": place or str(run.folder),
         "folder": str(run.folder.absolute()),
         "strategy": summary.strategy,
@@ -293,7 +296,7 @@ class Condition:
 
     def check(self, first: Mapping[str, Any], later: Mapping[str, Any]) -> Checked:
         """Compare a run with the first one."""
-        who = _called(later, first)
+        who = _called(later)
         value, base = later.get(self.metric), first.get(self.metric)
         if later["state"] not in OVER:
             return self._told(later, None, None, f"{who} has not ended")
@@ -347,9 +350,10 @@ class Checked:
         return f"{self.condition}: {'TRUE' if self.held else 'false'}: {self.why}"
 
 
-def _called(later: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return the name for a run next to the first run: its name, or its place."""
-    return str(later["place"] if later["run"] == first["run"] else later["run"])
+def _called(one: Mapping[str, Any]) -> str:
+    """Return the name for a run, with its place if the name alone does not say which run it is."""
+    numbered = one["run"] != one.get("name", one["run"])
+    return f"{one['run']} in {one['place']}" if numbered else str(one["run"])
 
 
 def parse_condition(text: str) -> Condition:
@@ -366,8 +370,9 @@ def parse_condition(text: str) -> Condition:
         raise PlanError(
             "--fail-if takes a metric, a comparison and a number.",
             seen=text,
-            allowed="METRIC < NUMBER, or the same with <=, > or >=. The value of each run is "
-            """divided by that of the first run; with "abs" at the end, the value is not divided""",
+            allowed="METRIC < NUMBER, or another comparison: <=, > or >=. The value of each run is "
+            "divided by the value of the first run. To compare the value itself, write "
+            """"abs" after the number""",
             next_step='--fail-if "samples_per_s < 0.95"',
             code="WB-PLAN-251",
         )
@@ -375,16 +380,27 @@ def parse_condition(text: str) -> Condition:
 
 
 def check_all(conditions: Sequence[Condition], runs: Sequence[Mapping[str, Any]]) -> list[Checked]:
-    """Check all conditions on all runs except the first; a single run is compared with itself."""
+    """Check all conditions on all runs except the first; a single run is compared with itself.
+
+    The states are checked even without a condition: a failed run is not a success, however fast it
+    was.
+    """
     first, later = runs[0], runs[1:] or runs[:1]
     found = [one.check(first, run) for one in conditions for run in later]
-    if conditions:  # a failed run is not a success, however fast it was
-        found += [
-            Checked("state is failed", run["run"], run["place"], "value", None, True,
-                    run["error"] or "the run's end was not recorded")
-            for run in later if run["state"] == "failed"
-        ]  # fmt: skip
+    if first is not later[0] and first["state"] not in ("finished", "stopped"):
+        is_over = "failed" if first["state"] == "failed" else "has not ended"
+        found.append(_state(first, None, f"the first run, {first['place']}, {is_over}"))
+    for run in later:
+        if run["state"] not in OVER:
+            found.append(_state(run, None, f"{_called(run)} has not ended"))
+        elif run["state"] == "failed":
+            why = run["error"] or "the run's end was not recorded"
+            found.append(_state(run, True, f"{_called(run)}: {why}"))
     return found
+
+
+def _state(run: Mapping[str, Any], held: bool | None, why: str) -> Checked:
+    return Checked("state is failed", run["run"], run["place"], "value", None, held, why)
 
 
 def status_of(checks: Sequence[Checked]) -> int:
@@ -416,7 +432,7 @@ def against(runs: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> str:
         ratios = ratios_of(runs[0], one, known)
         lines.append(
             [
-                _called(one, runs[0]),
+                _called(one),
                 *("–" if (r := ratios[k]) is None else f"{r:.3f}" for k in keys),
             ]
         )
@@ -506,15 +522,20 @@ def follow_place(words: Sequence[str], wait_s: float | None = 60.0) -> Run:
         wait_s: How long to wait for a run that has not begun; None: without a limit.
     """
     from .followed import follow
+    from .places import nowhere
 
     place = words[0] if len(words) == 1 else list(words)
     gone: dict[str, Any] = {}
     if isinstance(place, str) and Path(place).is_dir() and not is_job(Path(place)):
         place = str(run_folder(place))  # a recorded script's newest
     elif isinstance(place, str) and re.fullmatch(r"[\w.@-]+", place) and not Path(place).exists():
-        from .submitted import Jobs
+        from .submitted import Jobs, MissingJobError
 
-        job = Jobs()[place]
+        jobs = Jobs()
+        try:
+            job = jobs[place]
+        except MissingJobError:
+            raise nowhere(place, list(jobs)) from None
         place, gone = job.place, {"gone": lambda: end_of(job)}
     followed: Run = follow(place, wait_s=wait_s, **gone)
     return followed

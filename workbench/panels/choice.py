@@ -299,10 +299,11 @@ class Choice:
 def check_written_for(recipe: Recipe, framework: str) -> None:
     """Raise PlanError if a recipe is written for the other framework."""
     if recipe.framework not in ("", framework):
+        name = {"torch": "PyTorch", "tensorflow": "TensorFlow"}[recipe.framework]
         raise PlanError(
-            f"{recipe.name or recipe.origin} is written for {recipe.framework}.",
+            f"{recipe.name or recipe.origin} is written for {name}.",
             seen=framework,
-            next_step=f"choose {recipe.framework} above the cards, or choose another recipe",
+            next_step=f"select {name} above the strategies, or choose another recipe",
             code="WB-PLAN-066",
         )
 

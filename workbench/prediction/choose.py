@@ -438,8 +438,8 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
             _, low, high = row.samples_per_s
             if row.known == "predicted" and low <= best.samples_per_s[0] < high:
                 found.append(
-                    f"{row.candidate.name} was not measured. The speed that is predicted for it "
-                    f"({_rate(low)} to {_rate(high)} samples/s) may exceed the best measured speed."
+                    f"{row.candidate.name} was not measured. Its predicted speed ({_rate(low)} to "
+                    f"{_rate(high)} samples/s) may exceed the best measured speed."
                 )
     if any(row.known == "bounded" for row in rows):
         found.append(

@@ -390,14 +390,12 @@ def _held_bytes(held: Mapping[str, Any]) -> float:
 
 
 def _server(held: Mapping[str, Any]) -> str:
-    parts = [f"{kind} {size(held[f'{kind}_bytes'])}" for kind in ("parameters", "optimizer")]
-    mailboxes = size(held["gradients_bytes"])
+    names = {"parameters": "parameters", "optimizer": "optimizer state",
+             "gradients": "arriving gradients", "copies": "copies for another server"}  # fmt: skip
     copies = held.get("copies_bytes", 0)  # an older run tells of none
-    further = f", copies for another server {size(copies)}" if copies else ""
-    return (
-        f"Server s{held['server']} holds {', '.join(parts)}, arriving gradients {mailboxes}"
-        f"{further}."
-    )
+    parts = [f"{size(held[f'{kind}_bytes'])} of {name}" for kind, name in names.items()
+             if kind != "copies" or copies]  # fmt: skip
+    return f"Server s{held['server']} holds {', '.join(parts)}."
 
 
 def _evals(run: RunSummary) -> str:

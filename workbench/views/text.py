@@ -182,7 +182,8 @@ def left_out(snapshot: Snapshot, shown: int) -> str:
 
 def dropped(snapshot: Snapshot) -> str:
     """Return the number of lost records in words; empty if none was lost."""
-    return f"{number(snapshot.dropped)} records dropped" if snapshot.dropped else ""
+    many = snapshot.dropped
+    return f"{number(many)} step records lost: totals are too small" if many else ""
 
 
 def findings(snapshot: Snapshot) -> list[str]:

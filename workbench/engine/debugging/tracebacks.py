@@ -483,7 +483,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|OOM when allocating",
         "use a smaller batch, or a strategy that spreads the model: sharded, model_split. The "
         "failed cell's variables and activations are kept for %cluster debug until the next cell "
-        "begins; %cluster free also frees the variables of earlier cells",
+        "begins. %cluster free deletes them, and the variables of earlier cells",
     ),
     (
         r"can't allocate memory|Cannot allocate memory|^MemoryError",

@@ -10,8 +10,9 @@ and files use them as headings. Notes in plain text name all facts that make a c
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class Comparison:
         rates: The steps that rates and shares count.
         outlook: When a distributed run begins to be worth it; empty if the runs do not show it.
         metrics: Names of the metrics that any run evaluated.
+        labels: For each given run its name in notes and curves. No two runs have the same label.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -71,6 +73,7 @@ class Comparison:
     metrics: tuple[str, ...] = field(default=())
     outlook: str = ""
     rates: str = ""
+    labels: tuple[str, ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
         """Return everything a browser needs as plain JSON; see `pack`."""
@@ -92,7 +95,8 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         [row_of(group, groups[index], has_one_device=base is not None) for group in groups]
     )
     rows = _colored(rows, index)
-    notes = fairness_notes(groups)
+    labelled = _labelled(groups, rows)
+    notes = fairness_notes(labelled, [row.name for row in rows])
     if base is None and len(rows) > 1:
         notes = (
             *notes,
@@ -108,19 +112,20 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     return Comparison(
         rows=rows,
         curves=tuple(
-            NamedCurve(run.name, i, run.curve) for i, group in enumerate(groups) for run in group
+            NamedCurve(run.name, i, run.curve) for i, group in enumerate(labelled) for run in group
         ),
         baseline=rows[index].name,
         has_one_device=base is not None,
         notes=notes,
-        verdict=verdict_of(rows, index) if whole else _no_verdict(runs),
+        verdict=verdict_of(rows, index) if whole else _no_verdict(itertools.chain(*labelled)),
         metrics=tuple(dict.fromkeys(name for row in rows for name in row.evals)),
         outlook=_outlook(rows, base) if whole and base is not None else "",
         rates=_rates(rows),
+        labels=_labels(runs, groups, labelled),
     )
 
 
-def _no_verdict(runs: Sequence[RunSummary]) -> str:
+def _no_verdict(runs: Iterable[RunSummary]) -> str:
     """Return why there is no verdict on runs with missing parts."""
     names = [run.name for run in runs if run.damaged]
     are = "is" if len(names) == 1 else "are"
@@ -144,12 +149,44 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
 
 def _told_apart(rows: Sequence[ComparisonRow]) -> tuple[ComparisonRow, ...]:
     """Number the rows with equal names: runs that were loaded may have the same name."""
-    used: dict[str, int] = {}
-    found = []
-    for row in rows:
-        used[row.name] = count = used.get(row.name, 0) + 1
-        found.append(replace(row, name=f"{row.name} ({count})") if count > 1 else row)
-    return tuple(found)
+    used: set[str] = set()
+    return tuple(replace(row, name=_free(row.name, used)) for row in rows)
+
+
+def _free(name: str, used: set[str]) -> str:
+    """Return `name`, `name (2)`, ...: the first that is not in use, which then is."""
+    found = name
+    for count in itertools.count(2):
+        if found not in used:
+            break
+        found = f"{name} ({count})"
+    used.add(found)
+    return found
+
+
+def _labelled(
+    groups: Sequence[Sequence[RunSummary]], rows: Sequence[ComparisonRow]
+) -> list[list[RunSummary]]:
+    """Return the runs under names that mean one run each: alone in a row, under the row's."""
+    used = {row.name for row, group in zip(rows, groups, strict=True) if len(group) == 1}
+    return [
+        [replace(group[0], name=row.name)]
+        if len(group) == 1
+        else [replace(run, name=_free(run.name or run.strategy, used)) for run in group]
+        for row, group in zip(rows, groups, strict=True)
+    ]
+
+
+def _labels(
+    runs: Sequence[RunSummary],
+    groups: Sequence[Sequence[RunSummary]],
+    labelled: Sequence[Sequence[RunSummary]],
+) -> tuple[str, ...]:
+    """Return the labels in the order in which the runs were given; a run can be given twice."""
+    found: dict[int, list[str]] = {}
+    for run, named in zip(itertools.chain(*groups), itertools.chain(*labelled), strict=True):
+        found.setdefault(id(run), []).append(named.name)
+    return tuple(found[id(run)].pop(0) for run in runs)
 
 
 def _colored(rows: Sequence[ComparisonRow], base: int) -> tuple[ComparisonRow, ...]:
@@ -409,45 +446,64 @@ def thinned(curve: LossCurve, points: int) -> LossCurve:
     )
 
 
-def fairness_notes(groups: Sequence[Sequence[RunSummary]]) -> tuple[str, ...]:
+def fairness_notes(groups: Sequence[Sequence[RunSummary]], names: Sequence[str]) -> tuple[str, ...]:
     """Return one sentence for each thing that differs between runs but should not.
 
     Args:
-        groups: The runs by plan; seeds may differ within a plan, but not between plans.
+        groups: The runs by plan; seeds may differ within a plan, but not between plans. No two
+            runs have the same name.
+        names: The name of each plan's row.
     """
+    plans = dict(zip(names, groups, strict=True))
     runs = [run for group in groups for run in group]
     found = []
     if len({run.recipe for run in runs if run.recipe}) > 1:
         found.append("The recipes differ: these runs trained different code.")
-    found += _differs("batch sizes", runs, "batch_size")
-    if len({run.total_steps or run.steps for run in runs}) > 1:
-        listed = ", ".join(f"{run.name} {run.total_steps or run.steps}" for run in runs)
+    if len({run.batch_size for run in runs if run.batch_size is not None}) > 1:
+        listed = ", ".join(f"{name} {_batch(group[0])}" for name, group in plans.items())
+        found.append(f"The batch sizes differ: {listed}.")
+    if len({_steps_asked(run) for run in runs}) > 1:
+        listed = ", ".join(f"{name} {_steps(group)}" for name, group in plans.items())
         found.append(f"The numbers of steps differ: {listed}.")
-    found += _seeds(groups)
+    found += _seeds(plans)
     found += _devices(runs)
-    found += _updates(groups)
+    found += _updates(plans)
     for run in runs:
         found += _single(run)
     return tuple(found)
 
 
-def _differs(what: str, runs: Sequence[RunSummary], field: str) -> list[str]:
-    values: dict[str, Any] = {run.name: getattr(run, field) for run in runs}
-    if len({value for value in values.values() if value is not None}) < 2:
-        return []
-    listed = ", ".join(f"{name} {value}" for name, value in values.items())
-    return [f"The {what} differ: {listed}."]
+def _batch(run: RunSummary) -> str:
+    return "not known" if run.batch_size is None else str(run.batch_size)
 
 
-def _seeds(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
-    sets = [frozenset(run.seed for run in group if run.seed is not None) for group in groups]
-    known = [seeds for seeds in sets if seeds]
-    if len(set(known)) < 2:
+def _steps_asked(run: RunSummary) -> int:
+    return run.total_steps or run.steps
+
+
+def _steps(group: Sequence[RunSummary]) -> str:
+    """Return how many steps a plan was to take, and what the table counts if that differs."""
+    first, asked = group[0], _steps_asked(group[0])
+    counted = max(run.steps for run in group)
+    if counted == asked:
+        return str(asked)
+    if first.first_step:
+        return f"{asked} ({counted} of them in this run)"
+    if not first.joined and counted > asked:
+        return f"{asked} ({counted} by its busiest worker)"
+    return f"{asked} ({counted} completed)"
+
+
+def _seeds(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
+    sets = {
+        name: frozenset(run.seed for run in group if run.seed is not None)
+        for name, group in plans.items()
+    }
+    known = {name: seeds for name, seeds in sets.items() if seeds}
+    if len(set(known.values())) < 2:
         return []
     listed = "; ".join(
-        f"{group[0].plan_name} {', '.join(map(str, sorted(seeds)))}"
-        for group, seeds in zip(groups, sets, strict=True)
-        if seeds
+        f"{name} {', '.join(map(str, sorted(seeds)))}" for name, seeds in known.items()
     )
     return [f"The seeds differ, so the runs began with different weights: {listed}."]
 
@@ -470,11 +526,14 @@ def _kind(device: str) -> str:
     return name or place.partition(":")[0]
 
 
-def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
+def _updates(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
     """Return a note if each worker's push is one update: these updates are more and smaller."""
-    runs = [group[0] for group in groups]
-    alone = [run.name for run in runs if not run.joined and run.workers > 1 and run.shares_batch]
-    if not alone or len(alone) == len(runs):
+    alone = [
+        name
+        for name, (run, *_) in plans.items()
+        if not run.joined and run.workers > 1 and run.shares_batch
+    ]
+    if not alone or len(alone) == len(plans):
         return []
     which = ", ".join(alone)
     return [
@@ -488,12 +547,18 @@ def _single(run: RunSummary) -> list[str]:
     found = []
     if run.trained_before:
         found.append(f"{run.name} started with a model that an earlier run had trained.")
+    if run.first_step:
+        found.append(
+            f"{run.name} continued an earlier run after {run.first_step} steps. The column "
+            f'"steps" counts only its own {run.steps} steps.'
+        )
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""
-        found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
+        after = run.first_step + run.steps
+        found.append(f"{run.name} did not finish: {run.state} after {after}{of} steps.")
     if run.diverged:
         found.append(
-            f"{run.name} diverged: its last loss is not a number, so no mean includes this loss."
+            f"{run.name} diverged: its loss became NaN or infinite. Means use only finite losses."
         )
     if run.damaged:
         found.append(

@@ -107,7 +107,7 @@ def what_if(
     table = table.only(table.complete)
     if not len(table.step):
         raise RunError(
-            "Nothing can be recomputed, because no step is complete on all workers.",
+            "run.what_if cannot compute anything yet: no step is complete on all workers.",
             seen=f"steps {first} to {last}" if first is not None or last is not None else None,
             next_step="wait for the run's first steps",
             code="WB-RUN-046",
@@ -199,8 +199,8 @@ def _shortest_wait(table: Table, k: int) -> Floats:
     waits = np.delete(table.parts_s[:, :, WAIT], k, axis=1)
     if np.isnan(waits).any():
         raise RunError(
-            "The workers' waits were not measured, so nothing can be recomputed.",
-            seen=f"no measured waits in {np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps",
+            "run.what_if cannot compute anything: the workers' sync wait was not measured.",
+            seen=f"no sync wait in {np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps",
             next_step="run.history.unmeasured gives the reason",
             code="WB-RUN-047",
         )

@@ -14,9 +14,11 @@ and they take equally long at
 
     k = (fixed_n - fixed_1) / (work_1 - work_n).
 
-`work_n` is measured; it is not `work_1 / n`. CPU engines share the cores that one device has alone.
-They may compute as long for a part of the batch as one device for all of it: then no such k exists.
-The model has a serial part and a divided part (Amdahl, 1967); both are measured.
+`work_n` is measured; it is not `work_1 / n`. A worker may compute as long for a part of the batch
+as one device for all of it: CPU engines share the cores that one device has alone, or most of
+compute is a cost of each step that does not depend on the batch. Runs with one batch cannot tell
+these two apart, so they give no k. The model has a serial part and a divided part (Amdahl, 1967);
+both are measured.
 
 The model is not used where it would not hold: if workers do not take shares of the batch (the
 messages of pipelines and tensor parallelism grow with the batch), if faults were injected, if
@@ -307,7 +309,7 @@ LEAST_STEPS = 5
 _SAYS = {
     "data_wait_s": "waits {} for data",
     "sync_wait_s": "waits {} for the slowest worker",
-    "bubble_s": "leaves each worker idle for {} (in the pipeline's bubble)",
+    "bubble_s": "has a bubble of {} on each worker",
     "transfer_s": "spends {} on communication",
     "other_s": "spends {} on other things",
 }
@@ -482,34 +484,31 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
         return _undivided(payoff, one, plan)
     if payoff.kind == "far":
         return (
-            f"{plan.name} would become faster than {one.name} only with a batch more than "
-            f"{FAR:.0f} times as large as the batch of these runs."
-        )
-    time, batch = milliseconds(payoff.step_s), _batch(payoff)
-    if payoff.kind == "pays":
-        return (
-            f"{plan.name} is faster than {one.name} if a step of {one.name} takes longer than "
-            f"about {time}, that is, with {batch}."
+            f"{_IF_IT_GROWS} {plan.name} becomes faster than {one.name} only with a batch more "
+            f"than {FAR:.0f} times as large as the batch of these runs."
         )
     return (
-        f"{plan.name} would be faster than {one.name} if a step of {one.name} took longer than "
-        f"about {time}, that is, with {batch}."
+        f"{_IF_IT_GROWS} {plan.name} is faster than {one.name} when a step of {one.name} takes "
+        f"longer than about {milliseconds(payoff.step_s)}, that is, with {_batch(payoff)}."
     )
+
+
+_IF_IT_GROWS = "If computing grows in proportion to the batch,"
+"""The sentences hold only then, which runs with one batch cannot show."""
 
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"in a step, a worker computes for {milliseconds(payoff.work_s)} (1/{plan.workers} of the "
-        f"batch), and {one.name} for {milliseconds(payoff.one_work_s)} (the whole batch)"
+        f"in a step, a worker computes and waits for data for {milliseconds(payoff.work_s)} "
+        f"(1/{plan.workers} of the batch), and {one.name} for {milliseconds(payoff.one_work_s)} "
+        "(the whole batch)"
     )
+    why = "Perhaps most of this time does not depend on the batch."
     if share_cores(one, plan):
-        return (
-            f"A larger batch would help {plan.name} very little, because its {plan.workers} "
-            f"workers share the cores that {one.name} has alone: {measured}."
-        )
+        why = "Either the workers share cores, or most of this time does not depend on the batch."
     return (
         f"These runs do not show which batch would make {plan.name} faster than {one.name}: "
-        f"{measured}."
+        f"{measured}. {why} Try a larger batch."
     )
 
 

@@ -36,6 +36,7 @@ from ...shared.record import PARTS
 from ..reducer import STORED, Rows
 
 if TYPE_CHECKING:
+    from ..events import Moment
     from ..run_data import RunData
     from ..store import RunHistory
 
@@ -316,7 +317,7 @@ def events(history: RunHistory, about: About) -> Iterator[Event]:
         if history.joined:
             for first, end in pairwise(bounds):
                 yield from _counters(history, rows[first:end])
-    yield from _moments(history, about)
+    yield from _moments(history, about, rows, until)
 
 
 def _names(history: RunHistory, about: About) -> Iterator[Event]:
@@ -431,24 +432,48 @@ def _slice(
     }  # fmt: skip
 
 
-def _moments(history: RunHistory, about: About) -> Iterator[Event]:
+def _moments(history: RunHistory, about: About, rows: Rows, ends_ns: Any) -> Iterator[Event]:
     """Yield single events: evaluations, notes, faults, deaths."""
+    times_ns = _StepTimes(rows, ends_ns)
     if about.faults:
-        yield _instant(f"faults: {', '.join(about.faults)}", "inject", 0.0, None, {})
+        yield _instant(f"faults: {', '.join(about.faults)}", "inject", 0, None, {})
     origin_s = history.origin_s
     for moment in list(history.story.moments):
         at_s = moment.t_s - origin_s
         values = {name: _known(value) for name, value in metrics_of(dict(moment.values))}
         if math.isfinite(at_s):  # an event before the first step is at the start
-            rank = moment.rank
-            yield _instant(moment.text, moment.kind, max(0.0, at_s), rank, values)
+            at_ns = times_ns.of(moment, round(max(0.0, at_s) * 1e9))
+            yield _instant(moment.text, moment.kind, at_ns, moment.rank, values)
+
+
+class _StepTimes:
+    """Finds a moment's time by the steps around it: the notebook received it some time later."""
+
+    def __init__(self, rows: Rows, ends_ns: Any) -> None:
+        order = np.argsort(rows["step"], kind="stable")
+        self._steps = rows["step"][order]
+        self._starts_ns = np.round(rows["start_s"][order] * 1e9).astype(np.int64)
+        self._ends_ns = ends_ns[order]
+
+    def of(self, moment: Moment, heard_ns: int) -> int:
+        """Return its time, at the latest when it was heard.
+
+        Rows that are later than that are of a repeated step, or of a slower worker that takes its
+        steps alone.
+        """
+        for step, times_ns in ((moment.after, self._ends_ns), (moment.before, self._starts_ns)):
+            if step is not None:
+                first, end = np.searchsorted(self._steps, (step, step + 1))
+                earlier = [int(t) for t in times_ns[first:end] if t <= heard_ns]
+                return max(earlier, default=heard_ns)
+        return heard_ns
 
 
 def _instant(
-    text: str, kind: str, at_s: float, rank: int | None, values: Mapping[str, Any]
+    text: str, kind: str, at_ns: int, rank: int | None, values: Mapping[str, Any]
 ) -> Event:
     return {
-        "name": text, "cat": kind, "ph": "i", "ts": round(at_s * 1e9) / 1e3, "pid": PID,
+        "name": text, "cat": kind, "ph": "i", "ts": at_ns / 1e3, "pid": PID,
         "tid": 0 if rank is None else _tid(rank), "s": "p" if rank is None else "t",
         "args": dict(values),
     }  # fmt: skip

@@ -61,6 +61,8 @@ class RunSummary:
         final_loss: Global loss of the last complete step.
         evals: Metrics of the last evaluation.
         sent_bytes: Bytes sent by all workers.
+        batch_size: The global batch: as asked for, otherwise what a typical step had.
+        first_step: Number of its first step, from 0. It is larger if an earlier run was continued.
         trained_before: Whether the model had been trained by an earlier run.
         diverged: Whether its loss became NaN or infinite.
         damaged: Data that were missing or changed in the folder it was loaded from.
@@ -102,6 +104,7 @@ class RunSummary:
     warm_up: int = 0
     all_per_s: float = float("nan")
     batch_size: int | None = None
+    first_step: int = 0
     seed: int | None = None
     total_steps: int | None = None
     evals: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +157,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
     """
     snapshot = history.snapshot(state=str(meta.get("state", "finished")))
     totals, started = history.totals, history.story.started
+    counted = snapshot.throughput_curve
     rate = rate_of(history) or _NO_RATE
     parts, whole = rate.parts_s, sum(rate.parts_s)
     waits_s = median_wait_s(history)
@@ -182,7 +186,8 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         high_per_s=rate.high,
         warm_up=rate.warm_up,
         all_per_s=totals.samples_per_s,
-        batch_size=int(batch_size) if batch_size else None,
+        batch_size=int(batch_size) if batch_size else _recorded_batch(history),
+        first_step=int(counted.step[0]) if len(counted) else 0,
         seed=meta.get("seed"),
         total_steps=snapshot.total_steps,
         evals=dict(evals[-1]) if evals else {},
@@ -209,6 +214,17 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         epoch_samples=int(started["epoch_samples"]) if started.get("epoch_samples") else None,
         changes=snapshot.changes,
     )
+
+
+def _recorded_batch(history: RunHistory) -> int | None:
+    """Return the samples of all workers in a typical step; None if none were recorded."""
+    columns = history.together("rank", "samples")
+    rank, samples = columns["rank"], columns["samples"]
+    each = [float(np.median(samples[rank == r])) for r in np.unique(rank)]
+    if not each:
+        return None
+    whole = sum(each) if history.data_parallel else max(each)
+    return round(whole) or None
 
 
 def median_wait_s(history: RunHistory) -> list[float]:

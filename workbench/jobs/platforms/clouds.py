@@ -51,7 +51,8 @@ class Ray:
         needed(folder, "run_ray.py", self.name)
         needed(folder, "ray-env.yaml", self.name)
         must(self._words(self.address, "list"), "Ray's cluster does not answer.",
-             "set address='http://HEAD:8265' or RAY_ADDRESS (`ray start --head`)")  # fmt: skip
+             "start Ray (`ray start --head`), or give the address of its head node: "
+             "address='http://HEAD:8265' or the variable RAY_ADDRESS")  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Submit the job under a name that Workbench chooses."""

@@ -187,8 +187,8 @@ def _lab_of(one: HandedIn) -> tuple[int | None, str]:
         path.write_bytes(one.content)
         try:
             book = read(path)
-        except Unreadable as why:
-            return None, str(why)
+        except Unreadable as error:
+            return None, str(error)
     lab = book.lab if book.lab is not None else book.guessed_lab()
     why = "The notebook belongs to no lab: it names no lab, and no cell has `# YOUR CODE`."
     return lab, why

@@ -180,7 +180,7 @@ class WhatIfPicture(Picture, WhatIf):
             svg_text(
                 WHAT_IF_MARGIN,
                 20,
-                f"What if: worker {self.without} as fast as the others",
+                f"What if worker {self.without} were as fast as the others",
                 size=14,
                 bold=True,
             )

@@ -46,7 +46,7 @@ SECTIONS.push({
 
     function victim(worker) {
       const element = kit.h("div", { class: "wbp-victim", role: "group", "aria-label": `Faults of worker ${worker.rank}` });
-      const unit = kit.h("select", { class: "wbp-input", "aria-label": `Slow worker ${worker.rank} by` }, kit.h("option", { value: "ms" }, "ms"), kit.h("option", { value: "factor" }, "times"));
+      const unit = kit.h("select", { class: "wbp-input", "aria-label": `Unit of the delay of worker ${worker.rank}` }, kit.h("option", { value: "ms" }, "ms"), kit.h("option", { value: "factor" }, "times"));
       const by = slider(`worker ${worker.rank}`, "how much slower this worker is in each step", [0, 100, 1], words, change);
       function words(v) { return unit.value === "ms" ? `+${v * 5} ms` : `${(1 + v * 0.09).toFixed(1)}x`; }
       function change(v) { app.do("faults.slow", unit.value === "ms" ? { rank: worker.rank, ms: v * 5 } : { rank: worker.rank, factor: Number((1 + v * 0.09).toFixed(2)) }); }

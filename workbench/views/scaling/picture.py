@@ -195,9 +195,7 @@ def _predicted_words(scaling: Scaling) -> list[str]:
     found = []
     if made:
         counts = " and ".join(str(count) for count in sorted({one.workers for one in made}))
-        said = (
-            f"Circles: predicted from the run with {counts} workers. Band: 90 % of runs lie in it."
-        )
+        said = f"Circles: predicted from runs with {counts} workers. Band: 90 % of runs lie in it."
         shaded = (
             " Shaded area: no measured runs." if max(scaling.axis) > max(scaling.workers) else ""
         )

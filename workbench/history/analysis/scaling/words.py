@@ -88,8 +88,8 @@ def _more(curve: Curve, best: Point) -> str:
     least, most = law.scale / law.high, law.scale / law.low
     return (
         f"By Amdahl's law, {law.serial * 100:.0f} % of one worker's step cannot be divided "
-        "(communication and overhead included). So no number of workers gives more than "
-        f"{law.limit:.1f}x ({least:.1f} to {most:.1f})."
+        "(communication and overhead included). So the speed-up is at most "
+        f"{law.limit:.1f}x ({least:.1f} to {most:.1f}) with any number of workers."
     )
 
 
@@ -127,12 +127,19 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
         return said
     few = "one worker" if fewer.workers == 1 else f"{fewer.workers} workers"
     said += f" With {few}, computing takes {milliseconds(before_s)}."
-    if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
+    if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan) and _divided(plan, fewer):
         said += (
-            f" The {plan.workers} workers share the cores that a run with one worker has for "
-            "itself."
+            " Either the workers share cores, or most of the time for computing does not depend "
+            "on the batch. Try a larger batch."
         )
     return said
+
+
+def _divided(plan: ComparisonRow, fewer: ComparisonRow) -> bool:
+    """Whether a worker's share is smaller than before; in weak scaling it is as large."""
+    if plan.steady is None or fewer.steady is None:
+        return True
+    return plan.steady.samples / plan.workers < _UNDIVIDED * fewer.steady.samples / fewer.workers
 
 
 def _parts_s(row: ComparisonRow) -> dict[str, float]:
@@ -150,7 +157,7 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
         if mode == "strong"
         else "the batch grows with the number of workers"
     )
-    yield f"{mode.title()} scaling: {kept}. Speed-up is in samples per second, after warm-up."
+    yield f"{mode.title()} scaling: {kept}. Speed-up compares samples per second, after warm-up."
     for curve in curves:
         if curve.base.workers != 1:
             yield (
@@ -177,8 +184,8 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     ]
     if crowded:
         yield (
-            f"From {min(crowded)} workers on, the workers share the CPU cores that a run with one "
-            "worker has for itself. If each worker has its own machine or GPU, the run scales "
+            f"With {min(crowded)} or more workers, the workers share the CPU cores that a run with "
+            "one worker has for itself. If each worker has its own machine or GPU, the run scales "
             "differently."
         )
     if price is not None:
