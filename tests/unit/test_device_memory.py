@@ -198,7 +198,7 @@ def test_looking_at_a_sample_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("AcceleratorError: CUDA error: device-side assert triggered", "class label"),
         ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0", "as many workers as"),
-        ("CUDA error: no kernel image is available for execution on the device", "wheel"),
+        ("CUDA error: no kernel image is available for execution on the device", "build of torch"),
         ("CUDA driver version is insufficient for CUDA runtime version", "update the driver"),
         ("DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed.", "NCCL_DEBUG"),
         ("RuntimeError: CUDA error: resource already mapped", "CUDA IPC"),

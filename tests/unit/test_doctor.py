@@ -501,7 +501,7 @@ def test_a_notebook_has_the_report_as_a_table() -> None:
 
 def test_a_stage_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run_alone(["--gpu-test", "--on-cpu", "--only", "nonsense"]) == 2
-    assert "There is no stage nonsense" in capsys.readouterr().err
+    assert "stage nonsense" in capsys.readouterr().err
 
 
 def bare(*words: str) -> subprocess.CompletedProcess[str]:
@@ -517,4 +517,4 @@ def test_a_checkout_without_packages_is_told_which_are_missing() -> None:
     found = {line["id"]: line for line in said["lines"]}
     assert "ipyparallel is missing" in found["machine.versions"]["found"]
     assert "torch" in found["machine.cluster"]["found"]
-    assert re.match("psutil .*`python -m workbench doctor`", bare("ps").stderr)
+    assert re.search("psutil .*`python -m workbench doctor`", bare("ps").stderr)

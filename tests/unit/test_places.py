@@ -155,6 +155,22 @@ def test_a_folder_that_is_no_run_and_no_job_is_told(kind: str, tmp_path: Path) -
     assert error.value.next_step
 
 
+def test_a_folder_that_is_not_there_is_told_with_those_that_are(job: Job) -> None:
+    job.begin()
+    (job.folder.parent / "other").mkdir()
+    mistyped = f"{job.folder}x"
+    told = places.nowhere(mistyped, ["train", "train@1"])
+    assert told.code == "WB-RUN-112"
+    assert mistyped in told.seen
+    allowed = str(told.allowed)
+    assert all(one in allowed for one in (str(job.folder.parent), job.folder.name, "train@1"))
+    assert "other" not in allowed
+    assert job.folder.name in str(told.next_step)
+    with pytest.raises(RunError) as error:
+        open_place(mistyped)
+    assert job.folder.name in str(error.value.allowed)
+
+
 def test_orders_go_into_a_folder(job: Job) -> None:
     inbox = job.begin()
     open_place(job.folder).send(Order("pause"))

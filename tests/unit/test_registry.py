@@ -35,6 +35,15 @@ def test_the_newest_keeps_the_name_and_older_ones_count_up():
     assert [run.name for run in made] == ["base@1", "base@2", "base"]
 
 
+def test_an_older_run_that_is_renamed_keeps_its_position():
+    runs = Runs()
+    made = [FakeRun(name) for name in ("one_device", "mirrored") * 3]
+    for run in made:
+        runs.add(run)
+    assert list(runs.values()) == [runs[at] for at in range(6)] == made
+    assert list(runs)[-4:] == ["one_device@2", "mirrored@2", "one_device", "mirrored"]
+
+
 def test_an_older_run_takes_no_name_that_somebody_has_chosen():
     runs = Runs()
     for name in ("base@2", "base", "base", "base"):

@@ -142,6 +142,39 @@ def test_what_happened_once_stands_at_its_time():
     assert early == ["faults: slow=1:50ms", "from before the first step"]
 
 
+def test_what_has_a_step_stands_at_this_step_however_late_the_notebook_heard_of_it():
+    history = make_history(make_rows(12, 2))  # a step takes 16 ms
+    history.hear("eval", {"step": 3, "epoch": 0, "values": {"accuracy": 0.5}, "t_s": 100.17})
+    history.hear("checkpoint", {"step": 5, "t_s": 100.18})
+    history.hear("paused", {"rank": 0, "step": 6, "t_s": 100.17})
+    history.hear("resumed", {"rank": 0, "step": 7, "t_s": 100.18})
+    history.hear("healed", {"ranks": [2], "step": 8, "workers": 2, "t_s": 100.19})
+    history.hear("note", {"text": "has no step", "t_s": 100.15})
+    found = {e["cat"]: ns(e["ts"]) for e in named(events_of(history), "i") if e["ts"] > 0}
+    assert found == {
+        "eval": 64_000_000, "checkpoint": 80_000_000, "paused": 96_000_000,
+        "resumed": 112_000_000, "healed": 128_000_000, "note": 150_000_000,
+    }  # fmt: skip
+
+
+def test_a_step_that_was_taken_again_later_does_not_move_a_mark():
+    history = make_history(make_rows(12, 2))
+    history.hear("checkpoint", {"step": 10, "t_s": 100.02})
+    history.hear("eval", {"step": 40, "epoch": 0, "values": {}, "t_s": 100.03})  # no such row
+    found = {e["cat"]: ns(e["ts"]) for e in named(events_of(history), "i") if e["ts"] > 0}
+    assert found == {"checkpoint": 20_000_000, "eval": 30_000_000}
+
+
+def test_an_evaluation_of_asynchronous_workers_stands_at_the_step_of_the_one_that_told_it():
+    rows = make_rows(12, 2)
+    rows["start_s"][:, 1] += 0.100
+    rows["end_s"][:, 1] += 0.100
+    history = make_history(rows, joined=False)
+    history.hear("eval", {"step": 3, "epoch": 0, "values": {}, "t_s": 100.12})
+    (mark,) = (e for e in named(events_of(history), "i") if e["cat"] == "eval")
+    assert ns(mark["ts"]) == 64_000_000
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 4),

@@ -407,10 +407,10 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
             f"--listen {listen}: the traffic on this address is signed, but not encrypted. "
             f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
         )
-    whose = "between the workers" if encrypted else "of the engines"
+    whose = "of workers" if encrypted else "of engines"
     return (
-        f"--launcher {launcher}: the traffic {whose} is not encrypted. Use a private network (see "
-        f"{PAGE})"
+        f"--launcher {launcher}: traffic {whose} is not encrypted. Use a private network "
+        f"({PAGE})"
     )
 
 

@@ -29,7 +29,7 @@ class _Doctor(ModuleType):
     """This package as a callable: `wb.doctor()` runs all checks."""
 
     def __call__(self, on: str = "", *, ports: str = "", listen: str = "") -> Report:
-        """Check this machine, for at most about 30 seconds.
+        """Check this machine; this takes about half a minute, or longer on a busy machine.
 
         Args:
             on: Other hosts to check over ssh, separated by commas.

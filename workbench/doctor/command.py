@@ -29,14 +29,14 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add = doctor.add_argument
     add("--json", action="store_true", help="print one JSON document, for programs")
-    add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts, over ssh")
+    add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts (over ssh)")
     add("--ports", metavar="A-B", default="",
-        help="with --on: ports on which the notebook can listen")  # fmt: skip
+        help="with --on: ports on which the notebook may listen")  # fmt: skip
     add("--listen", metavar="WHERE", default="",
         help="with --on: address, interface or network on which the notebook listens")  # fmt: skip
     add("--gpu-test", action="store_true",
         help="test with real engines for ten minutes and write a report")  # fmt: skip
-    add("--on-cpu", action="store_true", help="run --gpu-test on CPU engines only")
+    add("--on-cpu", action="store_true", help="run --gpu-test with engines that use no GPU")
     add("--quick", action="store_true", help="run the shortest form of --gpu-test")
     add("--only", metavar="STAGE[,STAGE]", default="", help="run only these stages of --gpu-test")
     add(
@@ -102,7 +102,8 @@ def _gpu_test(given: argparse.Namespace) -> int:
     unknown = sorted(set(only) - {stage.name for stage in stages})
     if unknown:
         known = ", ".join(stage.name for stage in stages)
-        print(f"There is no stage {', '.join(unknown)}. The stages are: {known}", file=sys.stderr)
+        words = f"--gpu-test has no stage {', '.join(unknown)}. The stages are: {known}"
+        print(words, file=sys.stderr)
         return 2
     out = given.out or Path(time.strftime("workbench-gpu-test-%Y%m%d-%H%M%S"))
     asked = gpus.Asked(out.resolve(), device, gpus_here, given.quick, only, 60 * given.minutes)

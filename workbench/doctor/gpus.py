@@ -52,6 +52,7 @@ class Probe:
         says: Ids and titles of its lines, for the case that it cannot report them.
         gpu: Number of GPUs that it needs.
         package: Package that it needs.
+        step: The next step if it hangs.
     """
 
     name: str
@@ -60,12 +61,13 @@ class Probe:
     gpu: int = 0
     package: str = ""
     env: Mapping[str, str] | None = None
+    step: str = "see `dmesg` for Xid errors; a reset of the GPU or a restart may be needed"
 
 
 PROBED: tuple[Probe, ...] = (
     Probe("nvml", 10, {}),
     Probe("cuda", 25, {
-        "gpu.matmul": "products and convolutions on each GPU",
+        "gpu.matmul": "matrix products and convolutions on each GPU",
         "gpu.pinned": "256 MB of pinned memory",
         "gpu.p2p": "copies between GPUs",
         "gpu.events": "resolution of GPU events",
@@ -79,9 +81,12 @@ PROBED: tuple[Probe, ...] = (
         "gpu.contexts": "each of two ranks uses only its own GPU",
     }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
-    Probe("warm", 20, {"machine.warm": "a process with PyTorch can be forked"}, 0, "torch"),
-    Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch"),
-    Probe("cluster", 28, {"machine.cluster": "two engines start and do an all-reduce"}, 0, "torch"),
+    Probe("warm", 20, {"machine.warm": "a process with PyTorch can be forked"}, 0, "torch",
+          step="find the module that starts threads or uses the GPU during its import"),
+    Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch",
+          step="check for a firewall on the loopback interface"),
+    Probe("cluster", 28, {"machine.cluster": "two engines start and do an all-reduce"}, 0, "torch",
+          step="run `workbench ps`, and stop clusters that you do not need"),
 )  # fmt: skip
 
 JUDGED: Mapping[str, str] = {
@@ -91,7 +96,7 @@ JUDGED: Mapping[str, str] = {
     "gpu.mig": "MIG",
     "gpu.mode": "compute mode",
     "gpu.health": "health of the GPUs",
-    "gpu.pids": "processes on GPUs are listed by pid",
+    "gpu.pids": "NVML lists the processes on GPUs",
     "gpu.visible": "CUDA_VISIBLE_DEVICES",
     "gpu.iommu": "IOMMU",
     "gpu.auto": "what --devices auto chooses",
@@ -100,16 +105,16 @@ JUDGED: Mapping[str, str] = {
 
 
 def look(probes: Sequence[Probe] = PROBED, at_once: int = 0) -> list[Line]:
-    """Run the children and judge their facts; takes at most about 30 seconds."""
+    """Run the children and judge their facts: some seconds, or longer on a busy machine."""
     gpus = count()
     with tempfile.TemporaryDirectory(prefix="wb-doctor-") as folder:
         wanted = [p for p in probes if gpus >= p.gpu and _installed(p.package)]
-        # One at a time on a small machine, because two imports of torch would disturb each other.
+        # Two at a time on a small machine, because more imports of torch would disturb each other.
         jobs = at_once or max(2, min(4, (os.cpu_count() or 1) // 2))
         with ThreadPoolExecutor(jobs) as pool:
             ended = dict(zip((p.name for p in wanted), pool.map(
                 lambda p: children.run(PROBES, p.name, {"limit_s": p.limit_s, "gpus": gpus},
-                                       p.limit_s, Path(folder), p.env),
+                                       p.limit_s, Path(folder), p.env, imports_s=p.limit_s),
                 wanted), strict=True))  # fmt: skip
     facts = _facts(ended)
     lines = judge(facts, os.environ)
@@ -138,32 +143,44 @@ def _said(probe: Probe, ended: children.Ended | None, gpus: int) -> list[Line]:
         return [Line(id, "unknown", what, why) for id, what in probe.says.items()]
     said = [line for line in ended.lines if not line.id.startswith(FACTS)]
     silent = {id: what for id, what in probe.says.items() if id not in {one.id for one in said}}
+    status: Status
     for id, what in silent.items():
-        if ended.late:
-            found = f"hangs: no answer within {probe.limit_s:g} s"
-            step = "see `dmesg` for Xid errors; a reset of the GPU or a restart may be needed"
-            said.append(Line(id, "fail", what, found, step if probe.gpu else _where(ended)))
+        step = stacks = ""
+        if ended.imports:
+            status, found, step = "warn", *_slow(ended)
+        elif ended.late:
+            status, found = "fail", f"hangs: no answer within {ended.seconds:.0f} s"
+            step = f"{probe.step}; `stacks` in the output of --json says where the check hangs"
+            stacks = _stacks(ended.tail, 100)
         elif ended.status:
-            said.append(Line(id, "fail", what, f"the check crashed: {_last(ended.tail)}"))
+            status, found = "fail", f"the check crashed: {_last(ended.tail)}"
         else:
-            said.append(Line(id, "unknown", what, "the check printed nothing"))
+            status, found = "unknown", "the check printed nothing"
+        said.append(Line(id, status, what, found, step, round(ended.seconds, 2), stacks=stacks))
     return said
+
+
+def _slow(ended: children.Ended) -> tuple[str, str]:
+    """Return what was found, and the next step, of a check that did not get beyond its imports."""
+    cores = os.cpu_count() or 1
+    found = (
+        f"slow: still importing after {ended.seconds:.0f} s "
+        f"(load average {children.load():.1f} on {cores} cores)"
+    )
+    if children.busy():
+        return found, "run this command again when other programs use less of this machine"
+    return found, "run this command again; if it is still slow, put the environment on a fast disk"
 
 
 def _why_not(probe: Probe, gpus: int) -> str:
     if not _installed(probe.package):
         return f"{probe.package} is not installed"
-    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, this machine has {gpus}"
+    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, but this machine has {gpus}"
 
 
 def _last(tail: str) -> str:
     lines = [line for line in tail.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no message"
-
-
-def _where(ended: children.Ended) -> str:
-    at = ended.tail.rfind("(most recent call first)")
-    return " ".join(ended.tail[at:].split())[24:200] if at >= 0 else ""
 
 
 # -- judgements ------------------------------------------------------------------------------------
@@ -200,7 +217,7 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
         cuda = ".".join(map(str, nvml.get("cuda_driver", [])))
         status: Status = "ok" if names else "fail"
         return status, f"{nvml['driver']}, CUDA up to {cuda}, GPUs: {', '.join(names) or 'none'}", (
-            "" if names else "if `nvidia-smi -L` lists no GPU either, look at `dmesg`"
+            "" if names else "run `nvidia-smi -L`; if it lists no GPU, look at `dmesg`"
         )  # fmt: skip
     why = nvml.get("error", "NVML does not answer")
     if files:
@@ -236,7 +253,8 @@ def runtime(
     ] if build.get("archs") else []  # fmt: skip
     if unfit:
         return "fail", f"{said}; torch has no code for {', '.join(unfit)}", (
-            f"install a torch built for this GPU; yours is built for {', '.join(build['archs'])}"
+            "install a torch built for this GPU; the installed torch is built for "
+            f"{', '.join(build['archs'])}"
         )  # fmt: skip
     if has < wants:
         return "ok", f"{said} (minor versions are compatible)", ""
@@ -278,7 +296,7 @@ def order(
     if places == sorted(places):
         return "ok", f"same order as NVML: {places}", ""
     return "warn", f"torch lists the GPUs in another order than NVML: {places}", (
-        "engines select GPUs by UUID, so this is safe; for other programs: "
+        "no action needed: engines select GPUs by UUID; for other programs: "
         "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )  # fmt: skip
 
@@ -308,7 +326,7 @@ def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     words = ", ".join(f"GPU {i} {word}" for i, word in odd.items())
     if "PROHIBITED" in odd.values():
         return "fail", words, "an administrator can reset the mode: nvidia-smi -c 0"
-    return "warn", f"{words}: one process at a time", (
+    return "warn", f"{words}: only one process can use the GPU", (
         "give each worker its own GPU; to share a GPU: nvidia-smi -c 0"
     )  # fmt: skip
 
@@ -318,16 +336,16 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
     lost = [f"GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error")]
     if lost:
         return "fail", "; ".join(lost), (
-            "exclude this GPU (CUDA_VISIBLE_DEVICES), and let an administrator reset it or "
+            "exclude this GPU (CUDA_VISIBLE_DEVICES), and ask an administrator to reset it or to "
             "restart the machine"
         )  # fmt: skip
     ecc = [f"GPU {g['index']}: {g['ecc']} errors" for g in gpus if g.get("ecc")]
     if ecc:
         return "fail", f"uncorrected memory errors: {'; '.join(ecc)}", (
-            "results may be wrong: exclude this GPU, and let an administrator reset it"
+            "results may be wrong: exclude this GPU, and ask an administrator to reset it"
         )  # fmt: skip
     if xid:
-        return "warn", f"the kernel's log has Xid errors: {xid[-1][-160:]}", (
+        return "warn", f"the system's log has Xid errors: {xid[-1][-160:]}", (
             "docs.nvidia.com/deploy/xid-errors explains the Xid number"
         )  # fmt: skip
     return "ok", "no GPU is lost, and there are no uncorrected memory errors", ""
@@ -337,11 +355,11 @@ def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
     """Check whether NVML and this system use the same pids."""
     seen = said.get("sees_own_pid")
     if seen is None:
-        return "unknown", "no process of Workbench was on a GPU", ""
+        return "unknown", "no process of Workbench used a GPU", ""
     if seen:
         return "ok", "yes", ""
     return "warn", "NVML does not list the pids of this container", (
-        "GPU use is shown for the whole GPU; `docker run --pid=host` shows it per process"
+        "Workbench shows the use of whole GPUs; to see each process: docker run --pid=host"
     )  # fmt: skip
 
 
@@ -358,7 +376,7 @@ def visible(
         return "warn", f"{said}: none of {len(gpus)} GPUs is visible", (
             "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that `nvidia-smi -L` lists"
         )  # fmt: skip
-    return "ok", f"{said}: {left} of {len(gpus)} GPUs can be seen", ""
+    return "ok", f"{said}: {left} of {len(gpus)} GPUs are visible", ""
 
 
 def iommu(
@@ -424,17 +442,17 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "group", "the smallest run, with two processes and one all-reduce", 45, True, 30, ("torch",)
     ),
-    Stage("collectives", "collectives in cells, on CPU tensors and on device tensors", 60, True),
+    Stage("collectives", "collectives in cells, with tensors on CPU and device", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
-    Stage("telemetry", "added delays are seen in the measurements", 60, module=TRIALS_MODULE),
+    Stage("telemetry", "the measurements show added delays", 60, module=TRIALS_MODULE),
     Stage("memory", "memory is freed", 40, module=TRIALS_MODULE),
     Stage(
         "speed", "speed compared with torchrun, time to the first step", 75, module=TRIALS_MODULE
     ),
     Stage("ways", "precision, compile, accumulation, loaders", 90, module=TRIALS_MODULE),
     Stage("checkpoints", "checkpoint and resume", 40, module=TRIALS_MODULE),
-    Stage("refusals", "impossible requests are refused", 20, module=TRIALS_MODULE),
+    Stage("refusals", "Workbench refuses impossible requests", 20, module=TRIALS_MODULE),
     Stage(
         "tensorflow",
         "TensorFlow's strategies, then PyTorch in the same cluster",
@@ -518,8 +536,8 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
         return [
             whole(
                 "unknown",
-                f"not started: the limit of {asked.total_s:g} s was reached",
-                "run only this stage: --only",
+                f"not started, because the time limit of {asked.total_s:g} s was reached",
+                f"run only this stage: --only {stage.name}",
             )
         ]
     told = {
@@ -531,11 +549,11 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
 
 
 def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
-    log = "see in the log where the stage stopped"
+    log = "the log shows where the stage stopped"
     last = ended.lines[-1].what if ended.lines else "nothing"
     if ended.late:
         return whole(
-            "fail", f"hangs: not finished within {limit_s:.0f} s; last done: {last}",
+            "fail", f"hangs: not finished within {limit_s:.0f} s; last finished check: {last}",
             f"{log}:\n{_stacks(ended.tail)}", ended.seconds,
         )  # fmt: skip
     if ended.status:
@@ -553,7 +571,8 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
 
 def _stacks(tail: str, most: int = 30) -> str:
     at = max(tail.rfind("Current thread"), tail.rfind("Thread 0x"), 0)
-    return "\n".join(tail[min(at, max(0, len(tail) - 3000)):].splitlines()[:most])  # fmt: skip
+    begin = tail.rfind("\n", 0, min(at, max(0, len(tail) - 3000)) + 1) + 1
+    return "\n".join(tail[begin:].splitlines()[:most])
 
 
 def _last_line(tail: str) -> str:

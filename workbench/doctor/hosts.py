@@ -233,7 +233,7 @@ class Host:
         errors = self.process.stderr
         said = b"" if errors is None or self.process.poll() is None else errors.read()
         lines = said.decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else f"it ended with status {self.process.returncode}"
+        return lines[-1] if lines else f"the program ended with status {self.process.returncode}"
 
     def close(self) -> None:
         """End the program."""
@@ -279,7 +279,7 @@ def start(name: str) -> Host:
     try:
         return Host(name, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe))
     except FileNotFoundError:
-        raise HostError("ssh is not installed here") from None
+        raise HostError("ssh is not installed on this machine") from None
 
 
 def look(
@@ -361,7 +361,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
     figures: dict[str, Any] = {"address": here.address, "sockets": LEAST_PORTS - 1}
     if settings.ports is not None:
         free = len(free_ports(here.address, settings.ports))
-        which = f"{settings.ports[0]}-{settings.ports[1]}, {free} of them free"
+        which = f"{settings.ports[0]}-{settings.ports[1]}, {free} of these ports are free"
         figures["free_ports"] = free
         if free < LEAST_PORTS:
             status, step = (
@@ -388,13 +388,13 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
     range_of = f"within {ports[0]}-{ports[1]}" if ports else "any port"
     return [
         Line("hosts.engines", "ok", "where engines would listen",
-             f"{where}, on any ports. The store listens on one port of {store.name} "
+             f"{where}, on any ports. The rendezvous store listens on one port of {store.name} "
              f"({range_of}). TensorFlow's servers listen on all interfaces of their hosts", SEE),
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "all traffic between the hosts. The store, gloo, NCCL and TensorFlow's gRPC need "
-             "no password; Workbench's own links need a password",
+             "all traffic between the hosts. Connections to the store, gloo, NCCL and TensorFlow's "
+             "gRPC need no password; Workbench's own links need a password",
              f"use a private network, or a firewall around the hosts; {SEE}"),
     ]  # fmt: skip
 
@@ -431,7 +431,7 @@ def _versions(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "fail",
             ", ".join(other),
-            f"on this host, install the same versions for {host.facts['executable']}",
+            f"install the same versions on this host, for {host.facts['executable']}",
             {"versions": theirs},
         )
     shown = ", ".join(f"{n} {v}" for n, v in theirs.items() if v)
@@ -455,8 +455,8 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
         way = host.ask("towards", address=here.address)
         host.address, host.interface = way["address"], way["interface"]
     back = found.get((host.called, mine), [])
-    words = f"here, {name} is {', '.join(known) or 'not known'}; "
-    words += f"on the host, {mine} is {', '.join(back) or 'not known'}"
+    words = f"on this machine, the address of {name} is {', '.join(known) or 'not known'}; "
+    words += f"on the host, the address of {mine} is {', '.join(back) or 'not known'}"
     if back and all(one.startswith("127.") for one in back):
         return "fail", words, f"in /etc/hosts of {name}, give {mine} the address {here.address}"
     if any(one.startswith("127.") for one in known) and name not in ("localhost", "127.0.0.1"):
@@ -497,11 +497,11 @@ def _disk(here: Host, host: Host) -> tuple[Any, ...]:
     if free < 1 << 30:
         return (
             "warn",
-            f"{free / (1 << 30):.1f} GB in the temporary folder",
+            f"{free / (1 << 30):.1f} GB are free in the temporary folder",
             "delete files in the host's temporary folder to free disk space",
             figures,
         )
-    return "ok", f"{free / (1 << 30):.1f} GB in the temporary folder", "", figures
+    return "ok", f"{free / (1 << 30):.1f} GB are free in the temporary folder", "", figures
 
 
 def shared_folder() -> Path:
@@ -520,8 +520,8 @@ def _shared(here: Host, host: Host) -> tuple[Any, ...]:
     finally:
         (folder / name).unlink(missing_ok=True)
     if seen == token:
-        return "ok", f"the host has the same {folder}"
-    return "warn", f"on the host, {folder} is another folder", (
+        return "ok", f"the host has the same folder {folder}"
+    return "warn", f"on the host, {folder} is a different folder", (
         f"checkpoints need one folder for all hosts: export {SHARED_VARIABLE}=/a/shared/folder"
     )  # fmt: skip
 
@@ -565,7 +565,7 @@ def _reach(a: Host, b: Host) -> Line:
         if "refused" in said or "route" in said:
             step = f"check the firewall and the route to {where}; open all ports between the hosts"
             if not b.name:
-                step = "set --listen and --ports, here and in %cluster start"
+                step = "set --listen and --ports, in this command and in %cluster start"
         elif "timed out" in said or "no answer" in said:
             step = f"check the firewall (it may drop packets to {where}) and the MTU"
         else:
@@ -580,7 +580,7 @@ def _reach(a: Host, b: Host) -> Line:
             id,
             "fail",
             what,
-            f"{where}: 4 MB arrived changed or incomplete",
+            f"{where}: a message of 4 MB arrived changed or incomplete",
             "check for a proxy between the two hosts",
         )
     return Line(id, "ok", what, found, "", round(came["total_s"], 3), figures)
@@ -598,10 +598,10 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
                 lines.append(Line(id, "warn", what, "they are the same machine",
-                                  "both are one machine: start engines without ssh"))  # fmt: skip
+                                  "start the engines on this machine without ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "gloo uses names: give each host its own name"))  # fmt: skip
+                                  "gloo uses host names: give each host its own name"))  # fmt: skip
             else:
                 words = "yes: two containers on one Linux kernel, each with its own network"
                 words = words if same_boot else "yes"

@@ -52,7 +52,7 @@ def checks() -> list[Check]:
         Check("machine.shm", "shared memory (/dev/shm)", shm),
         Check("machine.files", "open files", open_files),
         Check("machine.tasks", "processes and threads", tasks),
-        Check("machine.memlock", "memory that can be locked", memlock),
+        Check("machine.memlock", "memory that a process can lock", memlock),
         Check("machine.loopback", "connections on this machine", loopback),
         Check("machine.fork", "starting processes by fork", fork),
         Check("machine.tmp", "temporary folder", temporary),
@@ -140,7 +140,9 @@ def cores() -> Found:
     """Check the number of usable cores: machine, affinity, a container's quota."""
     usable, all_cores = cpu_count(), os.cpu_count() or 1
     figures = {"usable": usable, "all": all_cores}
-    found = f"{usable} of {all_cores} can be used" if usable < all_cores else str(all_cores)
+    found = str(all_cores)
+    if usable < all_cores:
+        found = f"Workbench can use {usable} of {all_cores} cores"
     if usable < 2:
         return (
             "warn",
@@ -171,7 +173,7 @@ def memory(limit_bytes: int | None = None, free_bytes: int | None = None) -> Fou
         return (
             "warn",
             found,
-            "use fewer engines, or free some memory: an engine with torch needs about 0.4 GB",
+            "use fewer engines, or close other programs: an engine with torch needs about 0.4 GB",
             figures,
         )
     return "ok", found, "", figures
@@ -199,7 +201,7 @@ def shm(folder: Path = Path("/dev/shm")) -> Found:
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GB:.2f} of {usage.total / GB:.2f} GB are free"
     figures = {"free_bytes": usage.free, "total_bytes": usage.total}
-    step = "docker run --shm-size=8g (Kubernetes: an emptyDir with `medium: Memory`)"
+    step = "use docker run --shm-size=8g (Kubernetes: an emptyDir with `medium: Memory`)"
     if not os.access(folder, os.W_OK):
         return "fail", f"{folder} is not writable", step, figures
     if usage.free < SHM_BYTES:
@@ -278,7 +280,7 @@ def loopback(host: str = "127.0.0.1", timeout_s: float = 5.0) -> Found:
                 answer = taken.recv(4)
     took_ms = 1e3 * (time.perf_counter() - began)
     if answer != b"ping":
-        return "fail", f"another program answers on {host}", "look for a proxy or a firewall"
+        return "fail", f"another program answers on {host}", "check for a proxy or a firewall"
     name_ms = _name_ms(host)
     figures = {"connect_ms": round(took_ms, 2), "name_ms": round(name_ms, 1)}
     if name_ms > 500:
@@ -305,8 +307,8 @@ def fork() -> Found:
     if not hasattr(os, "fork"):
         return (
             "warn",
-            "this system has no fork",
-            "no action needed; each engine takes seconds to start",
+            "this system cannot fork a process",
+            "no action needed, but each engine takes seconds to start",
         )
     done = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=10, check=False
@@ -334,7 +336,7 @@ def runs() -> Found:
     if status == "ok" and (moved := folders.moved()):
         status, found = "warn", moved
     return status, found, "" if status == "ok" else (
-        "free some disk space in this folder, or export WORKBENCH_HOME=/another/folder"
+        "delete files in this folder, or export WORKBENCH_HOME=/another/folder"
     ), figures  # fmt: skip
 
 
@@ -375,14 +377,14 @@ def clock(source: str | None = None) -> Found:
     for _ in range(10_000):
         time.perf_counter()
     each_ns = (time.perf_counter() - began) / 10_000 * 1e9
-    found = f"{source or 'unknown source'}, {each_ns:.0f} ns to read it"
+    found = f"{source or 'unknown source'}, {each_ns:.0f} ns for each reading"
     figures = {"source": source, "each_ns": round(each_ns, 1)}
     if source in SLOW_CLOCKS or each_ns > 5_000:
         return (
             "warn",
             found,
-            "use the clock source tsc or kvm-clock: a clock that takes long to read makes short "
-            "steps longer",
+            "use the clock source tsc or kvm-clock: readings of a slow clock make short steps "
+            "longer",
             figures,
         )
     return "ok", found, "", figures
@@ -418,7 +420,7 @@ def widgets(roots: Sequence[Path] | None = None) -> Found:
     lab = version("jupyterlab")
     words = ", ".join(
         [
-            f"jupyterlab {lab}" if lab else "jupyterlab is not installed here",
+            f"jupyterlab {lab}" if lab else "jupyterlab is not installed in this environment",
             *(f"{n} {v}" for n, v in found.items()),
         ]
     )

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ def nvml(child: Child, library: Any = None, dev: Path = Path("/dev")) -> None:
     except Exception as error:  # it is not installed, there is no driver, or the two do not match
         child.say("ok", "facts.nvml", "", "", **facts, error=f"{type(error).__name__}: {error}")
         return
+    child.imported()
     facts["driver"] = _text(library.nvmlSystemGetDriverVersion())
     version = int(_try(library, "nvmlSystemGetCudaDriverVersion", default=0) or 0)
     facts["cuda_driver"] = [version // 1000, version % 1000 // 10]
@@ -100,6 +102,7 @@ def cuda(child: Child) -> None:
     """Report the GPUs that torch sees, and check its computation, copies and measurements."""
     import torch
 
+    child.imported()
     build: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda,
              "archs": torch.cuda.get_arch_list()}  # fmt: skip
     child.say("ok", "facts.build", "", "", "", **build)
@@ -108,8 +111,9 @@ def cuda(child: Child) -> None:
         {"name": one.name, "uuid": str(getattr(one, "uuid", ""))} for one in seen
     ])  # fmt: skip
     if not seen:
-        child.say("fail", "gpu.matmul", "products and convolutions on each GPU",
-                  "torch sees no GPU", "see 'driver and torch are compatible'")  # fmt: skip
+        child.say("fail", "gpu.matmul", "matrix products and convolutions on each GPU",
+                  "torch sees no GPU",
+                  "see the check 'driver and torch are compatible'")  # fmt: skip
         return
     _matmul(child, torch, len(seen))
     _own_pid(child)
@@ -130,13 +134,13 @@ def _own_pid(child: Child) -> None:
 
 
 def _matmul(child: Child, torch: Any, gpus: int) -> None:
-    what = "products and convolutions on each GPU"
+    what = "matrix products and convolutions on each GPU"
     with child.trying(
         "gpu.matmul", what, "run with CUDA_LAUNCH_BLOCKING=1; look for Xid in `dmesg`"
     ):
         worst = {i: compute(torch, f"cuda:{i}")[0] for i in range(gpus)}
         wrong = [
-            f"GPU {i} differs from the CPU by {off:.1e}"
+            f"results of GPU {i} differ by {off:.1e} from the CPU"
             for i, off in worst.items()
             if not off < 1e-9
         ]
@@ -162,14 +166,14 @@ def _pinned(child: Child, torch: Any) -> None:
         rate = PINNED_BYTES / (time.perf_counter() - began) / 1e9
         right = bool((there == 7).all())
         child.say("ok" if right else "fail", "gpu.pinned", what,
-                  f"{rate:.1f} GB/s to the GPU" if right else "the data was changed on the way",
+                  f"{rate:.1f} GB/s to the GPU" if right else "the copy has changed the data",
                   bandwidth_gb_s=round(rate, 2))  # fmt: skip
 
 
 def _copies(child: Child, torch: Any, gpus: int) -> None:
     what = "copies between GPUs"
     if gpus < 2:
-        child.say("unknown", "gpu.p2p", what, "needs 2 GPUs, this machine has 1")
+        child.say("unknown", "gpu.p2p", what, "needs 2 GPUs, but this machine has 1")
         return
     with child.trying("gpu.p2p", what, "export NCCL_P2P_DISABLE=1"):
         wrong, direct, rates = [], 0, []
@@ -214,6 +218,7 @@ def drift(child: Child) -> None:
     """Measure the speed of each GPU's clock relative to this machine's clock."""
     import torch
 
+    child.imported()
     what = "drift of the GPU's timer against this machine's clock"
     devices = range(torch.cuda.device_count())
 
@@ -241,14 +246,17 @@ def drift(child: Child) -> None:
     words = ", ".join(f"GPU {d} {ppm:+.1f} ± {sure:.1f} ppm" for d, (ppm, sure) in found.items())
     far = any(abs(ppm) > MUCH_DRIFT_PPM + sure for ppm, sure in found.values())
     child.say("warn" if far else "ok", "gpu.drift", what, words,
-              "no action needed: measured waits are corrected every few seconds" if far else "",
+              "no action needed: Workbench corrects measured waits every few seconds"
+              if far else "",
               ppm={str(d): round(ppm, 2) for d, (ppm, _) in found.items()})  # fmt: skip
 
 
 # -- groups ----------------------------------------------------------------------------------------
 
 PAIR = """
+import faulthandler, signal; faulthandler.register(signal.SIGUSR1)
 import os, sys, threading, time, torch, torch.distributed as dist
+print("IMPORTED", flush=True)
 rank, port, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
 if device == "cuda":
@@ -324,6 +332,11 @@ class Pair:
         stream.write("\n")
         stream.flush()
 
+    def stacks(self) -> None:
+        """Let both write where they are; `until` prints it for the rank for which it waits."""
+        for process in self.processes:
+            process.send_signal(signal.SIGUSR1)
+
     def close(self) -> None:
         """End both."""
         for process in self.processes:
@@ -339,6 +352,9 @@ def _pair_result(pair: Pair) -> tuple[bool, float, list[int]]:
 
 def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
     """Report whether both sums are correct, their speed and transport; return the process ids."""
+    for rank in range(2):
+        pair.until(rank, "IMPORTED")
+    child.imported()
     right, rate, pids = _pair_result(pair)
     figures: dict[str, Any] = {"bandwidth_gb_s": rate}
     said = f"correct, {rate:.2f} GB/s"
@@ -355,6 +371,7 @@ def gloo(child: Child) -> None:
     """Check a sum of two processes over gloo."""
     what = "gloo all-reduce of two processes"
     pair = Pair("cpu")
+    child.on_late = pair.stacks
     try:
         with child.trying("machine.gloo", what, "check for a firewall on the loopback interface"):
             _say_sums(child, "machine.gloo", what, pair)
@@ -366,6 +383,7 @@ def nccl(child: Child) -> None:
     """Check that two ranks can sum over NCCL, abort, and leave no context on GPU 0."""
     what = "NCCL all-reduce of two ranks"
     pair = Pair("cuda")
+    child.on_late = pair.stacks
     try:
         with child.trying(
             "gpu.nccl", what, "set NCCL_DEBUG=INFO to see why; try NCCL_P2P_DISABLE=1"
@@ -377,7 +395,8 @@ def nccl(child: Child) -> None:
             took_s = max(0.0, float(pair.until(0, "BACK").split()[1]))
             child.say("ok" if took_s < ABORT_S else "fail", "gpu.abort",
                       "aborting an NCCL collective", f"the abort took {took_s:.2f} s",
-                      "" if took_s < ABORT_S else "after an interrupt, engines are replaced",
+                      "" if took_s < ABORT_S
+                      else "no action needed: after an interrupt, Workbench replaces the engines",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()
@@ -396,7 +415,7 @@ def _contexts(child: Child, pids: list[int]) -> None:
         }  # fmt: skip
         known = [pid for pid in pids if any(pid in here for here in on_gpu.values())]
         if not known:
-            child.say("unknown", "gpu.contexts", what, "NVML does not list these processes by pid")
+            child.say("unknown", "gpu.contexts", what, "NVML does not list the pids of the ranks")
             return
         many = [i for i, here in on_gpu.items() if len(set(pids) & set(here)) > 1]
         child.say("fail" if many else "ok", "gpu.contexts", what,
@@ -411,6 +430,7 @@ def tensorflow(child: Child) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
 
+    child.imported()
     what = "TensorFlow on the GPUs"
     step = "pip install 'tensorflow[and-cuda]' for the matching libraries"
     with child.trying("gpu.tensorflow", what, step):
@@ -437,6 +457,7 @@ def warm(child: Child) -> None:
     """Check whether the warm parent can be forked after its imports."""
     import torch
 
+    child.imported()
     what = "a process with PyTorch can be forked"
     maps = Path("/proc/self/maps")
     mapped = maps.exists() and "libcuda.so" in maps.read_text()
@@ -463,13 +484,13 @@ def warm(child: Child) -> None:
     os.waitpid(pid, 0)
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
-        child.say("fail", "machine.warm", what, f"a forked child cannot compute: {answer}",
-                  "find the module that uses the GPU when it is imported", **figures)  # fmt: skip
+        child.say("fail", "machine.warm", what, f"a forked process cannot compute: {answer}",
+                  "find the module that uses the GPU during its import", **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what, f"importing torch opens {opened[0]}", **figures)
     else:
         child.say("ok", "machine.warm", what,
-                  "importing torch uses no GPU, and a forked child can compute",
+                  "importing torch uses no GPU, and a forked process can compute",
                   **figures)  # fmt: skip
 
 
@@ -485,6 +506,7 @@ def cluster(child: Child) -> None:
         engines = Cluster(2, devices="cpu", framework="torch")
         try:
             ready_s = time.perf_counter() - began
+            child.imported()  # the engines import torch while the cluster starts
             child.on_late = lambda: print(engines.stacks(), flush=True)
             task = engines.execute("import torch, torch.distributed as dist\n"
                                    "x = torch.ones(1)\ndist.all_reduce(x)\n")  # fmt: skip

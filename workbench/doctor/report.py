@@ -35,6 +35,7 @@ class Line:
         next_step: What the user can do now; empty if there is nothing to do.
         seconds: Duration of the check.
         figures: Measured values, by name with the unit: `{"bandwidth_gb_s": 12.5}`.
+        stacks: Where the threads of a check that hangs were.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Line:
     next_step: str = ""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
+    stacks: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
@@ -176,7 +178,7 @@ def together(lines: Sequence[Line]) -> list[Line]:
             shown.append(line)
         elif line is alike[0]:
             what = ", ".join(one.what for one in alike)
-            found = f"{line.found}. These checks were not made: {what}"
+            found = f"{line.found}. So these checks were not made: {what}"
             shown.append(Line(line.id, "unknown", f"{len(alike)} checks", found, line.next_step))
     return shown
 

@@ -119,7 +119,7 @@ def surroundings(child: Child) -> None:
                 "unknown",
                 f"surroundings.{name.partition('.')[0]}",
                 what,
-                "this command has no output here",
+                "this command printed nothing",
             )
 
 
@@ -136,14 +136,15 @@ def devices(child: Child) -> None:
             child.say("fail", "devices.count", "torch sees the GPUs", "torch sees no GPU",
                       "run `workbench doctor` to see why")  # fmt: skip
     for name in names:
-        with child.trying(f"devices.computes.{name}", f"products and convolutions on {name}"):
+        what = f"matrix products and convolutions on {name}"
+        with child.trying(f"devices.computes.{name}", what):
             worst, seconds = compute(torch, name)
             title = torch.cuda.get_device_name(name) if name.startswith("cuda") else name
             child.say(
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
-                f"products and convolutions on {title}",
-                f"results differ from the CPU's by at most {worst:.1e}; computed in "
-                f"{seconds:.2f} s, including the device's start",
+                f"matrix products and convolutions on {title}",
+                f"results differ from those of the CPU by at most {worst:.1e}; the computation "
+                f"took {seconds:.2f} s, including the start of the device",
                 difference=worst,
             )  # fmt: skip
 
@@ -212,13 +213,13 @@ def group(child: Child) -> None:
         ]  # fmt: skip
         codes = [worker.wait() for worker in workers]
     said = log.read_text("utf-8", "replace")
-    what = f"all-reduce of {world} on {device}, 4 MB"
+    what = f"all-reduce of {world} workers on {device}, 4 MB"
     if any(codes):
         child.say("fail", "group.all_reduce", what, f"exit statuses {codes}", said[-300:])
         return
     median_s = float(said.partition("MEDIAN_S ")[2].split()[0])
     child.say("ok", "group.all_reduce", what, f"correct sums, {1e3 * median_s:.2f} ms",
-              f"{log.name} shows the transport" if device == "cuda" else "",
+              f"{log.name} shows the transport that NCCL used" if device == "cuda" else "",
               median_ms=1e3 * median_s, workers=world)  # fmt: skip
 
 
@@ -364,7 +365,7 @@ def _strategies(child: Child, place: Place) -> None:
             except TimeoutError:
                 print(cluster.stacks(), flush=True)
                 child.say("fail", id, what, f"hangs: not finished within {STEP_S:g} s",
-                          "the stage's log has the stacks")  # fmt: skip
+                          "the log of this stage shows where each engine hangs")  # fmt: skip
                 end(cluster)
                 cluster = stack.enter_context(cluster_of(child, place))
                 continue

@@ -60,11 +60,11 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
     exact = place.title.endswith("GPUs")  # workers that share cores or a GPU really wait
     id, what = f"telemetry.{slug(place)}", f"{place.title}: "
     child.say("ok" if wait_ms < FALSE_WAIT_MS or not exact else "fail", f"{id}.quiet",
-              f"{what}sync wait without a fault",
+              f"{what}sync wait without an added delay",
               f"{wait_ms:.2f} ms in a step of {quiet['step_s'][0]:.2f} ms",
               wait_ms=wait_ms)  # fmt: skip
     for where in ("forward",) if child.asked["quick"] else ("data", "forward", "backward"):
-        with child.trying(f"{id}.{where}", f"{what}50 ms in {where} of rank 1"):
+        with child.trying(f"{id}.{where}", f"{what}50 ms added in {where} of rank 1"):
             seen = measured(f"slow=1:{FAULT_MS:.0f}ms/{where}")
             wait = seen["sync_wait_s"][0] - quiet["sync_wait_s"][0]
             part = "data_wait_s" if where == "data" else "compute_s"
@@ -74,18 +74,18 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
                 abs(wait - FAULT_MS) < near and abs(own - FAULT_MS) < near and seen["blamed"] > 0.9
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
-                      f"{what}50 ms in {where} of rank 1",
-                      f"rank 0 waits {wait:.1f} ms, rank 1's own time grew by {own:.1f} ms, rank 1 "
-                      f"is named as straggler in {seen['blamed']:.0%} of the steps",
+                      f"{what}50 ms added in {where} of rank 1",
+                      f"rank 0 waits {wait:.1f} ms longer, the own time of rank 1 is {own:.1f} ms "
+                      f"longer, rank 1 is the straggler in {seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
     if not child.asked["quick"]:
-        with child.trying(f"{id}.link", f"{what}20 ms on every link"):
+        with child.trying(f"{id}.link", f"{what}20 ms added on every link"):
             seen = measured("latency=20ms")
             more = seen["step_s"][0] - quiet["step_s"][0]
             moved = seen["transfer_s"][0] - quiet["transfer_s"][0]
             child.say("ok" if more > 15 and moved > 0.5 * more else "fail", f"{id}.link",
-                      f"{what}20 ms on every link",
-                      f"a step takes {more:.1f} ms longer, its transfer {moved:.1f} ms longer",
+                      f"{what}20 ms added on every link",
+                      f"a step takes {more:.1f} ms longer, a transfer {moved:.1f} ms longer",
                       step_ms=more, transfer_ms=moved)  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def checkpoints(child: Child) -> None:
         again = resumed.wait(STEP_S).weights()
         worst = max(float(np.abs(whole[name] - again[name]).max()) for name in whole)
         child.say("ok" if worst <= 1e-12 else "fail", "checkpoints.resume", what,
-                  f"weights differ from an uninterrupted run's by {worst:.1e}",
+                  f"weights differ by {worst:.1e} from those of an uninterrupted run",
                   difference=worst)  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def memory(child: Child) -> None:
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)
         child.say("ok" if left < 32 << 20 else "fail", "memory.free", what,
-                  f"{left >> 20} MB are still reserved in the engine",
+                  f"the engine still reserves {left >> 20} MB",
                   reserved_bytes=left)  # fmt: skip
         grown = {i: (now[i] - used.get(i, 0)) >> 20 for i in now}
         child.say("ok", "memory.gpu", "memory of engines on each GPU", f"{grown} MB",
@@ -286,7 +286,7 @@ def refusals(child: Child) -> None:
                 "fail", id, what, f"{type(error).__name__} instead of an error with a code: {error}"
             )
         else:
-            child.say("fail", id, what, "it was accepted")
+            child.say("fail", id, what, "Workbench accepted this request")
 
 
 # -- TensorFlow ------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def speed(child: Child) -> None:
             first_s = time.perf_counter() - began
             child.say("ok" if first_s < 30 else "warn", "speed.first_step",
                       f"{place.title}: from start to the first step",
-                      f"{first_s:.1f} s, of which the start of the engines took {start_s:.1f} s",
+                      f"{first_s:.1f} s in all; the engines' start took {start_s:.1f} s",
                       start_s=round(start_s, 2), first_step_s=round(first_s, 2))  # fmt: skip
             script = Path(folder) / "plain.py"
             threads = max(1, (os.cpu_count() or 1) // place.workers)
@@ -446,7 +446,7 @@ def speed(child: Child) -> None:
         # only a figure.
         status: Any = "ok" if not gpu or ratio >= 0.97 else "warn"
         child.say(status, "speed.mirrored", f"{place.title}: `mirrored` and torchrun's DDP",
-                  f"{statistics.median(ours):.0f} steps/s, {ratio:.3f} of torchrun's rate",
+                  f"{statistics.median(ours):.0f} steps/s, {ratio:.3f} times the rate of torchrun",
                   ratio=round(ratio, 4), ours=ours, theirs=theirs)  # fmt: skip
 
 
@@ -495,7 +495,8 @@ def labs(child: Child) -> None:
         took = time.perf_counter() - began
         what = f"cells of {name.removesuffix('_solved.ipynb')}"
         child.say("fail" if failed else "ok", f"labs.{name.partition('_solved')[0]}", what,
-                  "; ".join(failed[:3]) or f"all {len(code)} cells run, {took:.0f} s")  # fmt: skip
+                  "; ".join(failed[:3])
+                  or f"all {len(code)} cells ran without an error, {took:.0f} s")  # fmt: skip
 
 
 TRIALS = {

@@ -37,7 +37,8 @@ class Closable(Protocol):
 class Runs(Mapping[str, Run]):
     """All runs by name or position: `runs["base"]`, `runs[-1]` (the newest run).
 
-    If a new run has the name of an older run, the older run is renamed to `name@1`.
+    If a new run has the name of an older run, the older run is renamed to `name@1`. It keeps its
+    position.
 
     A thread can read the runs while another thread adds a run. The reading thread then does not see
     the new run.
@@ -53,14 +54,13 @@ class Runs(Mapping[str, Run]):
         if run.color is None:
             run.color = self.color(run.plan)
         with self._lock:
-            runs = dict(self._runs)
-            older = runs.pop(run.name, None)
+            runs = self._runs
+            older = runs.get(run.name)
             if older is not None:
                 free = (f"{run.name}@{number}" for number in itertools.count(1))
                 older.name = next(name for name in free if name not in runs)
-                runs[older.name] = older
-            runs[run.name] = run
-            self._runs = runs
+                runs = {older.name if one is older else key: one for key, one in runs.items()}
+            self._runs = {**runs, run.name: run}
 
     def remove(self, name: str) -> None:
         """Forget a run; its folder stays.
@@ -144,7 +144,7 @@ class MissingRunError(KeyError, PlanError):
             told = PlanError(
                 "There is no run yet.",
                 seen=name,
-                next_step="first run a cell that trains, for example with %%distributed mirrored",
+                next_step="run a cell that trains, for example with %%distributed mirrored",
                 code="WB-PLAN-114",
             )
         elif isinstance(name, str):
@@ -264,7 +264,7 @@ def load(path: str | Path) -> Run:
     meta, history = store.read_run(folder)
     if "plan" not in meta:
         raise RunError(
-            "The saved run has no plan, because its process ended too early.",
+            "The saved run has no plan, because the run's process ended too early.",
             seen=str(folder),
             code="WB-RUN-072",
         )
@@ -290,7 +290,7 @@ def _damage(run: Run, meta: Mapping[str, Any]) -> list[str]:
     found = disk.faults(run.folder, meta)
     if not found and run.state == "finished":
         rows = run.history.totals.rows
-        found = [f"rank {rank} has no rows" for rank in range(len(rows)) if not rows[rank]]
+        found = [f"rank {rank} has no recorded step" for rank in range(len(rows)) if not rows[rank]]
     return found
 
 
@@ -299,7 +299,7 @@ def _words(run: Run, damaged: Sequence[str]) -> str:
     return (
         f"Run {run.name} is damaged on disk; figures, plots and comparisons show the undamaged "
         "part.\n"
-        f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} whole steps can be read)\n"
-        "  allowed: unchanged files, as run.save(path) or the end of the run wrote them\n"
+        f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} complete steps can be read)\n"
+        "  allowed: the unchanged files that Workbench wrote\n"
         "  next:    load another copy of the folder, or train again: run.to_cell() returns the cell"
     )

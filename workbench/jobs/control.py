@@ -76,7 +76,7 @@ def _wrong(order: Order) -> str:
     if order.do not in get_args(Does):
         return "there is no order with this name"
     if type(order.steps) is not int or not 1 <= order.steps <= MOST_STEPS:
-        return "`steps` is not a number of steps"
+        return "`steps` is not a valid number of steps"
     if type(order.number) is not int or not 0 <= order.number < 1 << 63:
         return "`number` is invalid"
     if not isinstance(order.faults, tuple) or len(order.faults) > MOST_FAULTS:
@@ -189,7 +189,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             raise ValueError("too short, or too long")
     except ValueError as error:
         raise RunError(
-            "The run takes no orders, because its key is damaged.",
+            "The run accepts no orders, because the run's key is damaged.",
             seen=str(path),
             next_step="cancel the job with its platform's own command",
             code="WB-RUN-110",

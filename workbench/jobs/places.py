@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from ..errors import PlanError, RunError
+from ..errors import PlanError, RunError, nearest
 from ..history import folders
 from . import control as orders
 from .frames import (
@@ -126,7 +127,7 @@ def open_place(
     elif isinstance(place, Sequence) and place and all(isinstance(one, str) for one in place):
         return LinesPlace(list(place), control)
     raise PlanError(
-        "A run cannot be followed at this place.",
+        "Workbench cannot follow a run at this place.",
         seen=place,
         allowed="a folder, ssh://[user@]host[:port]/folder, or a command as a list of words",
         code="WB-PLAN-239",
@@ -141,12 +142,13 @@ def _words_of(place: str) -> list[str]:
 
 
 _WRONG = {
+    "nowhere": ("There is no folder and no job with this name.", "check the path"),
     "none": (
         "There is no such folder.",
         "check the path; it must exist on the given host",
     ),
     "closed": ("The folder cannot be read.", "follow the run as the user who started the job"),
-    "empty": ("The folder is empty because no run has begun there.", "give the job's own folder"),
+    "empty": ("The folder is empty because no run has begun there.", "give the folder of the job"),
     "other": ("The folder is neither a run nor a job.", "give a folder with a run.json"),
     "absent": (
         "The job has no run with this number.",
@@ -160,9 +162,24 @@ _WRONG = {
 }
 
 
-def _not_there(why: str, where: str) -> RunError:
-    what, step = _WRONG.get(why, _WRONG["none"])
-    return RunError(what, seen=where, next_step=step, code="WB-RUN-112")
+def nowhere(place: str, jobs: Sequence[str] = ()) -> RunError:
+    """Return the error for a place that is neither a folder nor one of `jobs`."""
+    path = os.path.abspath(os.path.expanduser(place))
+    above, beside = os.path.dirname(path), []
+    with contextlib.suppress(OSError, ValueError), os.scandir(above) as entries:
+        folders_there = (one.name for one in itertools.islice(entries, 1000) if one.is_dir())
+        beside = [one for one in folders_there if not found(os.path.join(above, one), "")[1]]
+    allowed = (
+        f"a run folder or a job folder; in {above}: {', '.join(sorted(beside)[:20]) or 'none'}"
+    )
+    allowed += f"; a submitted job: {', '.join(jobs[-20:])}" if jobs else ""
+    guess = nearest(os.path.basename(path), [*beside, *jobs])
+    return _not_there("nowhere", path, allowed, f"did you mean {guess!r}?" if guess else "")
+
+
+def _not_there(why: str, where: str, allowed: str | None = None, step: str = "") -> RunError:
+    what, usual = _WRONG.get(why, _WRONG["none"])
+    return RunError(what, seen=where, allowed=allowed, next_step=step or usual, code="WB-RUN-112")
 
 
 class FolderPlace:
@@ -173,7 +190,7 @@ class FolderPlace:
         self.where, self.problem, self.over, self._looked_s = self._top, "", False, 0.0
         there, wrong = found(self._top, run)
         if wrong:
-            raise _not_there(wrong, self._top)
+            raise nowhere(folder) if wrong == "none" else _not_there(wrong, self._top)
         self._begun, self._mark = bool(there), (0, 0, 0)
         self.folder = Path(there or os.path.join(self._top, "runs", "1"))
 
@@ -222,7 +239,7 @@ class _Streamed:
             raise RunError(
                 "There is not enough disk space for a copy (mirror) of the run.",
                 seen=str(self.folder.parent),
-                next_step=f"free some disk space, or set {folders.HOME_VARIABLE} to another folder",
+                next_step=f"delete some files, or set {folders.HOME_VARIABLE} to another folder",
                 code="WB-RUN-113",
             )
         with contextlib.suppress(OSError):
@@ -250,7 +267,7 @@ class _Streamed:
                 try:
                     self._process = self._start()
                 except OSError as error:
-                    return self._wait_to_start(f"its program cannot be started: {error.strerror}")
+                    return self._wait_to_start(f"the command cannot be started: {error.strerror}")
             process = self._process
             try:
                 self._take_some(process)
@@ -427,9 +444,9 @@ class SshPlace(_Streamed):
 
     def _unsent(self, why: str) -> RunError:
         return RunError(
-            f"It is not known whether the order reached the run: {why}.",
+            f"Workbench does not know whether the order reached the run: {why}.",
             seen=self.where,
-            next_step="try again when the connection is back; Workbench reconnects by itself",
+            next_step="try again when Workbench has connected again, which it does automatically",
             code="WB-RUN-115",
         )
 
@@ -522,7 +539,7 @@ class LinesPlace(_Streamed):
             fresh.replace(path)
 
     def _ended(self, words: str, code: int) -> None:
-        words += "" if self._tells else "; the command printed none of Workbench's marked lines"
+        words += "" if self._tells else "; the command's output has no marked lines of Workbench"
         if code == 0 and self._tries >= FRUITLESS:
             return self._give_up(f"{self.where} ended without new data: {words}")
         self._wait_to_start(words)
@@ -531,11 +548,13 @@ class LinesPlace(_Streamed):
         """Let another command deliver an order to the run."""
         if not self._control:
             raise RunError(
-                "No order can be sent to a run that is followed only through its output.",
+                "A run that is followed only through its output cannot be stopped or paused, and "
+                "takes no faults.",
                 seen=self.where,
                 allowed="a command for the output (kubectl logs -f) and a command for orders "
                 "(kubectl exec)",
-                next_step="give a command that sends orders: wb.follow(..., control=[...])",
+                next_step="also give a command that sends these orders: wb.follow(..., "
+                "control=[...])",
                 code="WB-RUN-118",
             )
         folder = self._about.get("dir")
