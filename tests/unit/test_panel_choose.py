@@ -263,7 +263,7 @@ def test_the_administrators_limit_greys_what_needs_more_engines():
     two = strategies.Place("torch", 2, ("cpu",), Limits(max_engines=2))
     nothing = use_of("")
     assert strategies.reason(catalog.lookup("mirrored"), two, nothing) == ""
-    assert "to 2" in strategies.reason(catalog.lookup("central_storage"), two, nothing)
+    assert " 2 " in strategies.reason(catalog.lookup("central_storage"), two, nothing)
 
 
 def test_a_recipe_greys_the_strategies_that_its_way_does_not_suit(panel):

@@ -61,7 +61,7 @@ def test_a_named_gpu_that_somebody_holds_is_taken_with_a_word(monkeypatch):
     first.hold(1, {})
     given, said = second.hold(2, {})
     assert given.gpus == ("GPU-0", "GPU-2")
-    assert any("held by" in text and "H100 (GPU 0)" in text for text in said)
+    assert any("reserved by" in text and "H100 (GPU 0)" in text for text in said)
     assert set(reservations.holders()) == {"GPU-0", "GPU-2"}
 
 
@@ -185,7 +185,7 @@ def test_a_folder_that_is_not_everybodys_is_not_used_and_said(monkeypatch, tmp_p
     assert reservations.Reservations().take(["GPU-a"]) == {}
     assert list(elsewhere.iterdir()) == []
     assert str(path) in reservations.trouble()
-    assert any("be reserved" in text for text in cluster(monkeypatch).hold(1, {})[1])
+    assert any("1777" in text for text in cluster(monkeypatch).hold(1, {})[1])
     monkeypatch.setenv(reservations.VARIABLE, "off")
     assert reservations.trouble() == ""
 

@@ -409,8 +409,7 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
         )
     whose = "of workers" if encrypted else "of engines"
     return (
-        f"--launcher {launcher}: traffic {whose} is not encrypted. Use a private network "
-        f"({PAGE})"
+        f"--launcher {launcher}: traffic {whose} is not encrypted. Use a private network ({PAGE})"
     )
 
 
