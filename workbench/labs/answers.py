@@ -353,6 +353,7 @@ class PlanFacts:
     strategy: str
     workers: int
     options: Mapping[str, Any]
+    recipe: str | None = None
 
 
 @dataclass(frozen=True)
@@ -388,7 +389,7 @@ class RunFacts:
     def of(cls, name: str, wire: Any) -> RunFacts:
         """Return the run that `side.facts` describes."""
         options = {str(key): value for key, value in dict(wire["options"]).items()}
-        plan = PlanFacts(str(wire["strategy"]), int(wire["workers"]), options)
+        plan = PlanFacts(str(wire["strategy"]), int(wire["workers"]), options, wire.get("recipe"))
         columns = {str(key): np.asarray(one) for key, one in dict(wire.get("history", {})).items()}
         weights = wire.get("weights")
         figures = wire.get("figures")

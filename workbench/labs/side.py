@@ -154,7 +154,7 @@ def facts(run: Any) -> Wire:
     known: dict[str, Any] = {
         "state": str(run.state), "began": float(getattr(run, "began", math.nan)),
         "strategy": run.plan.strategy, "workers": run.plan.workers,
-        "options": dict(run.plan.options),
+        "options": dict(run.plan.options), "recipe": run.plan.recipe.digest,
         "engines": len(run.engines),
     }  # fmt: skip
     if run.state == "finished":
