@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,20 @@ def names(found: list[Candidate]) -> list[str]:
 
 
 def race(link: tuple[float, float], *, workers: int = 2, allow_stale: bool = False,
-         most_bytes: float | None = None) -> Race:  # fmt: skip
+         most_bytes: float | None = None, **sent: Any) -> Race:  # fmt: skip
     """Return a race in which replicas and one device were measured, on a link that is known."""
     rng = np.random.default_rng(7)
     entrants, out = candidates("torch", workers, {}, allow_stale=allow_stale)
     found = Race(entrants, out, most_bytes)
-    replicas = ring_run(rng, *link, workers=workers, samples=8)
+    replicas = ring_run(rng, *link, workers=workers, samples=8, **sent)
     # One device does all that the workers do, one after the other.
     own = draw_own(rng, 120, 1) * workers
     alone = made_run(own, own[:, 0], "one_device", sent_bytes=0.0, samples=8 * workers)
     for run in (replicas, alone):
         for rank in range(run.plan.workers):
             run.history.story.memory_bytes[rank] = 4 * GRADIENTS_BYTES
+        run.history.story.started["parameters"] = GRADIENTS_BYTES / 4
+        run.folder = Path("no such folder")
     found.measured = {"mirrored": replicas, "one_device": alone}
     return found
 
@@ -119,6 +122,33 @@ def test_a_prediction_wins_only_where_its_whole_interval_lies_above() -> None:
     open_ = [r for r in found.rows if r.known == "predicted" and
              r.samples_per_s[1] <= best.samples_per_s[0] < r.samples_per_s[2]]  # fmt: skip
     assert len([n for n in found.notes if "not measured" in n and "samples/s" in n]) == len(open_)
+
+
+def test_compressed_messages_say_nothing_about_memory_and_other_messages(tmp_path: Path) -> None:
+    whole = 4 * GRADIENTS_BYTES
+    sent = {"compress": "topk:0.01", "size_bytes": 0.02 * GRADIENTS_BYTES}
+    found = race(CHEAP, most_bytes=0.4 * whole, **sent)
+    rows = {row.candidate.name: row for row in found.choose().rows}
+    assert rows["central_storage"].memory_bytes == pytest.approx(whole / 2)
+    assert rows["central_storage"].known == "out"
+    rows = {row.candidate.name: row for row in race(CHEAP, **sent).choose().rows}
+    assert rows["central_storage"].known == rows["sharded"].known == "bounded"
+    # The file knows the type of the weights, and those that are not trained.
+    np.savez(tmp_path / "weights.npz", a=np.zeros(1000), b=np.zeros(500))
+    for run in found.measured.values():
+        run.folder = tmp_path
+        run.history.story.started["parameters"] = 500
+    rows = {row.candidate.name: row for row in found.choose().rows}
+    assert rows["central_storage"].memory_bytes == 8 * (1500 + 500)
+
+
+def test_a_limit_leaves_out_what_needs_an_unknown_memory() -> None:
+    found = race(CHEAP, most_bytes=1e12)
+    for run in found.measured.values():
+        del run.history.story.started["parameters"]
+    rows = {row.candidate.name: row for row in found.choose().rows}
+    assert rows["central_storage"].known == "out"
+    assert rows["mirrored"].known == "measured"
 
 
 def test_memory_leaves_those_out_that_hold_too_much() -> None:

@@ -8,8 +8,10 @@ all measured rates. This module runs nothing.
 from __future__ import annotations
 
 import contextlib
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,7 +22,7 @@ from ..errors import PlanError, WorkbenchError
 from ..history.analysis.steady import rate_of
 from ..shared.record import PARTS
 from .model import CAUSES
-from .predict import Knows, predict, read
+from .predict import Knows, compresses, predict, read
 from .probe import Probe
 
 if TYPE_CHECKING:
@@ -84,14 +86,15 @@ class Candidate:
             self.settings.get("stages") or (2 if "stages" in self.settings else self.workers)
         )
 
-    def held_bytes(self, whole_bytes: float, gradients_bytes: float) -> float:
+    def held_bytes(self, whole_bytes: float, model_bytes: float) -> float:
         """Return the memory of a worker between steps, in bytes.
 
         Args:
             whole_bytes: Size of weights, gradients and the optimizer's state.
+            model_bytes: Size of weights and gradients, none of them compressed or sparse.
         """
         if self.entry.keeps == "weights":
-            return min(2 * gradients_bytes, whole_bytes)
+            return min(model_bytes, whole_bytes)
         if self.entry.keeps == "part":
             return whole_bytes / self._stages
         return whole_bytes
@@ -297,6 +300,8 @@ class Race:
             return Row(one, "out", why=self.refused[one.name])
         run = self.measured.get(one.name)
         row = self._predicted(one) if run is None else self._measured(one, run)
+        if self.most_bytes is not None and run is None and row.memory_bytes != row.memory_bytes:
+            return replace(row, known="out", why="its memory per worker is not known")
         if self.most_bytes is not None and row.memory_bytes > self.most_bytes:
             return replace(
                 row, known="out", why="needs more memory per worker than --memory-per-worker allows"
@@ -358,6 +363,8 @@ class Race:
         fitted = Knows.of(base, probes, None, None, needed=False).fitted
         if fitted is None:
             return 0.0, 0.0
+        if compresses(base):  # the cost of a message includes the time to compress gradients
+            return 0.0, 0.0
         cost_s = fitted.cost(None).message_s
         return float(np.median(cost_s)), float(np.quantile(cost_s, 0.05))
 
@@ -382,16 +389,18 @@ class Race:
             run = self.measured.get(name)
             if run is None or run.plan.entry.keeps != "all":
                 continue
-            return one.held_bytes(memory_of(run), self._gradients_bytes())
+            return one.held_bytes(memory_of(run), self._model_bytes())
         return NAN
 
-    def _gradients_bytes(self) -> float:
+    def _model_bytes(self) -> float:
+        """Return the size of the weights and of the gradients; NaN if not known."""
         for run in self.measured.values():
-            if run.plan.entry.replicated:
-                try:
-                    return Probe.of(run).message_bytes
-                except WorkbenchError:
-                    return NAN
+            trained = run.history.story.started.get("parameters")
+            numbers, size_bytes = weights_size(run.folder)
+            if trained and numbers:
+                return size_bytes + int(trained) * size_bytes / numbers
+            if trained and run.plan.entry.keeps == "all":
+                return 2.0 * np.dtype(np.float32).itemsize * int(trained)
         return NAN
 
 
@@ -402,6 +411,16 @@ def _place(row: Row) -> tuple[int, float]:
     ]
     rate = row.samples_per_s[which]
     return group, -rate if rate == rate else 0.0
+
+
+def weights_size(folder: Path) -> tuple[int, int]:
+    """Return how many numbers and bytes a run's final weights have, of rank 0; zeros if unknown."""
+    try:
+        with np.load(folder / "weights.npz") as found:
+            sizes = [(one.size, one.nbytes) for one in found.values()]
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return 0, 0
+    return sum(size for size, _ in sizes), sum(size_bytes for _, size_bytes in sizes)
 
 
 def memory_of(run: RunData) -> float:

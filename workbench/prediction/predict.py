@@ -271,6 +271,15 @@ def target_setting(
     whole = entry.settings({**(_known(base.setting.options, entry) if same else {}), **given})
     if "overlap" in (options or {}):
         whole["overlap"] = bool((options or {})["overlap"])
+    if compresses(base) and whole.get("compress", "none") != base.setting.options["compress"]:
+        raise PlanError(
+            "The messages of the run include the time to compress the gradients, so Workbench "
+            "cannot predict a run with another compression from this run.",
+            seen=f"compress={base.setting.options['compress']}, then {entry.name} with "
+            f"compress={whole.get('compress', 'none')}",
+            next_step="predict from a run with -o compress=none",
+            code="WB-PLAN-343",
+        )
     return Setting(entry, whole, workers, max(int(per_host), 1))
 
 
@@ -523,6 +532,11 @@ def _fastest(setting: Setting, size_bytes: float, cost: Cost) -> Setting:
         )
         taken.append((float(np.median(Exchange(one, size_bytes).period(own, cost))), one))
     return min(taken, key=lambda pair: pair[0])[1]
+
+
+def compresses(probe: Probe) -> bool:
+    """Whether a run computed long to compress its gradients; a cast to 16 bits takes no time."""
+    return str(probe.setting.options.get("compress", "none")).startswith(("topk", "powersgd"))
 
 
 def packed_share(compress: str) -> float:
