@@ -11,6 +11,7 @@ from made_up_runs import CASES, make_run
 
 from workbench.errors import RunError
 from workbench.history.analysis import rows as analysis_rows
+from workbench.history.analysis import summary
 from workbench.history.analysis.comparison import compare
 from workbench.history.analysis.rows import Spread
 from workbench.history.analysis.summary import RunSummary, summarise
@@ -332,3 +333,13 @@ def test_a_spread_leaves_out_what_was_not_measured() -> None:
     assert spread.std == pytest.approx(np.sqrt(2))
     assert math.isnan(Spread.of([1.0]).std)
     assert Spread.of([]).count == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "recorded", "batch"),
+    [(32, 64, 64), (64, 64, 64), (64, 43, 64), (64, 70, 64), (None, 48, 48), (32, None, 32)],
+)
+def test_the_batch_of_a_loop_that_accumulates_is_what_an_update_takes(
+    told: int | None, recorded: int | None, batch: int
+) -> None:
+    assert summary._batch(told, recorded) == batch

@@ -94,6 +94,11 @@ def test_a_ragged_last_batch_weighs_the_loss_by_samples() -> None:
 
 
 def test_a_rank_without_a_loss_does_not_count() -> None:
+    stages = np.array([[False, True]])
+    assert record.global_loss(np.array([[NAN, 3.0]]), np.array([[8, 8]]), stages).tolist() == [3.0]
+    returned = np.array([[True, True]])
+    assert np.isnan(record.global_loss(np.array([[NAN, 3.0]]), np.array([[8, 8]]), returned)).all()
+    assert record.global_loss(np.array([[NAN, 3.0]]), np.array([[0, 8]]), returned).tolist() == [3]
     loss = record.global_loss(np.array([[NAN, 3.0]]), np.array([[8, 8]]))
     assert loss == pytest.approx([3.0])
 

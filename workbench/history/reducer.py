@@ -44,7 +44,7 @@ class Reducer:
     Attributes:
         last: Latest step and its loss; -1 and NaN before the first.
         skewed: Whether the ranks read several clocks.
-        health: The step from which the loss of a synchronous run is not a number.
+        health: The step from which the loss is not a number.
         invalid_rows: Rows of ranks that the run does not have; they are left out.
         logged: The values of `wb.log`, by column.
     """
@@ -228,6 +228,7 @@ class Reducer:
                 step, start, rows["samples"] * self._workers / spent, spent
             )
             self.curves["loss"].add(step, start, loss)
+            self.health.look(step, loss, (rows["flags"] & FLAG_LOSS_SEEN) > 0)
             newest = int(end.argmax())
             reached = max(int(step.max()), self.last[0])
             # Rows come in batches by rank: the last row to arrive is not always the last in time.
@@ -495,7 +496,10 @@ def unreduced(
     rows["end_s"] = rows["start_s"] + table.column("step_s")[order]
     rows["ready_s"], rows["wait_s"] = np.nan, wait
     rows["exposed_s"] = transfer + np.nan_to_num(wait)
-    rows["flags"] = np.where(np.isnan(rows["local_loss"]), 0, FLAG_LOSS_SEEN)
+    known = ~np.isnan(rows["local_loss"])
+    # One NaN among losses is why the loss of the step is NaN; a stage's NaN leaves it as it is.
+    lost = np.isnan(table.column("loss")[order]) & np.isin(rows["step"], rows["step"][known])
+    rows["flags"] = np.where(known | lost, FLAG_LOSS_SEEN, 0)
     rows["flags"] |= FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK if skewed else 0  # one clock by now
     blamed = table.column("blamed_rank")[order].astype(np.int64)
     for first, ranks in phases:

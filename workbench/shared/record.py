@@ -192,7 +192,7 @@ def derive(rows: NDArray[Any], *, workers: int | None = None) -> Derived:
         np.asarray(step_s - named),
         blamed,
         blamed_s,
-        global_loss(rows["local_loss"], rows["samples"]),
+        global_loss(rows["local_loss"], rows["samples"], (rows["flags"] & FLAG_LOSS_SEEN) > 0),
     )
 
 
@@ -258,14 +258,19 @@ def bubble_blame(
     )
 
 
-def global_loss(local_loss: Floats, samples: NDArray[Any]) -> Floats:
+def global_loss(
+    local_loss: Floats, samples: NDArray[Any], seen: NDArray[np.bool_] | None = None
+) -> Floats:
     """Return each step's loss over all samples: local means weighted by their samples.
 
     Args:
         local_loss: (steps, ranks), NaN if a rank computes no loss (a stage that is not the last).
         samples: (steps, ranks).
+        seen: (steps, ranks), whether the model returned the loss. A NaN that it returned makes
+            the loss of the step NaN, as on one device.
     """
-    weight = np.where(np.isnan(local_loss), 0, samples).astype(float)
+    unknown = np.isnan(local_loss) if seen is None else np.isnan(local_loss) & ~seen
+    weight = np.where(unknown, 0, samples).astype(float)
     total = weight.sum(axis=1)
     summed = np.where(weight > 0, local_loss, 0.0) * weight
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -191,9 +191,9 @@ class Feed:
             )
             loss, rate = float(rows["loss"][0]), float(samples / spent.max())
         else:
-            weight = np.where(np.isfinite(rows["local_loss"]), rows["samples"], 0)
-            summed = float((np.nan_to_num(rows["local_loss"]) * weight).sum())
-            loss = summed / float(weight.sum()) if weight.any() else math.nan
+            trained = rows[rows["samples"] > 0]  # a NaN of one worker is the loss of the step
+            summed = float((trained["local_loss"] * trained["samples"]).sum())
+            loss = summed / float(trained["samples"].sum()) if len(trained) else math.nan
             rate = float((rows["samples"] / spent).sum())
         yield Scalar("loss", step, loss, end_s)
         yield Scalar("samples_per_s", step, rate, end_s)

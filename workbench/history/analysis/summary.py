@@ -186,7 +186,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         high_per_s=rate.high,
         warm_up=rate.warm_up,
         all_per_s=totals.samples_per_s,
-        batch_size=int(batch_size) if batch_size else _recorded_batch(history),
+        batch_size=_batch(int(batch_size) if batch_size else None, _recorded_batch(history)),
         first_step=int(counted.step[0]) if len(counted) else 0,
         seed=meta.get("seed"),
         total_steps=snapshot.total_steps,
@@ -214,6 +214,13 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         epoch_samples=int(started["epoch_samples"]) if started.get("epoch_samples") else None,
         changes=snapshot.changes,
     )
+
+
+def _batch(told: int | None, recorded: int | None) -> int | None:
+    """Return the samples of an update: several batches of the loader if a loop accumulates them."""
+    if told is None or (recorded is not None and recorded > told and recorded % told == 0):
+        return recorded
+    return told
 
 
 def _recorded_batch(history: RunHistory) -> int | None:
