@@ -416,7 +416,7 @@ def _place(row: Row) -> tuple[int, float]:
 def weights_size(folder: Path) -> tuple[int, int]:
     """Return how many numbers and bytes a run's final weights have, of rank 0; zeros if unknown."""
     try:
-        with np.load(folder / "weights.npz") as found:
+        with np.load(folder / "weights.npz", allow_pickle=False) as found:
             sizes = [(one.size, one.nbytes) for one in found.values()]
     except (OSError, ValueError, zipfile.BadZipFile):
         return 0, 0
