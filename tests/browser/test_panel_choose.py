@@ -106,7 +106,7 @@ def test_a_function_brings_its_parameters_and_greys_what_it_cannot_use(notebook,
     book.screenshot(tmp_path / "narrow.png", ".wbp")
     assert book.page.evaluate(WIDE_ENOUGH) == []
     book.page.get_by_role("radio", name="TensorFlow", exact=True).check()
-    book.page.get_by_text("tiny is written for torch").first.wait_for()
+    book.page.get_by_text("tiny is written for PyTorch").first.wait_for()
     assert book.page.get_by_role("checkbox", name="tpu").is_disabled()
     book.screenshot(tmp_path / "tensorflow.png", ".wbp")
 

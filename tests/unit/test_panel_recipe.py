@@ -86,9 +86,9 @@ def test_a_recipe_brings_its_framework_and_is_not_run_under_the_other(panel, mon
     assert panel.wire()["strategies"]["framework"] == "tensorflow"
     assert panel.wire()["strategies"]["ready"]
     do(panel, "strategies.framework", name="torch")
-    assert "written for tensorflow" in panel.wire()["recipe"]["problem"]
+    assert "TensorFlow" in panel.wire()["recipe"]["problem"]
     assert not panel.wire()["strategies"]["ready"]
-    with pytest.raises(PlanError, match=r"tensorflow.*WB-PLAN-066"):
+    with pytest.raises(PlanError, match=r"TensorFlow.*WB-PLAN-066"):
         panel.choice.plans(panel.session)
 
 
