@@ -441,3 +441,25 @@ def test_a_lost_loss_is_known_from_the_disk_and_from_a_copy(tmp_path: Path, firs
     for found in (history, store.read_run(tmp_path / "copy")[1]):
         assert found.story.facts[Topic.LOSS_LOST] == first
         assert summarise(found, {"strategy": "one_device", "name": "lost"}).diverged
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_lost_loss_of_one_worker_is_the_runs(tmp_path: Path, joined: bool) -> None:
+    rows = make_rows(4, 2)
+    rows["flags"] |= FLAG_LOSS_SEEN
+    rows["local_loss"][2:, 1] = np.nan
+    _, history = store.read_run(write_run(tmp_path / "run", rows, joined=joined))
+    history.write(tmp_path / "copy")
+    disk.write_meta(tmp_path / "copy", {"ranks": [5, 6], "joined": joined})
+    for found in (history, store.read_run(tmp_path / "copy")[1]):
+        assert found.story.facts[Topic.LOSS_LOST] == 2
+        assert np.isnan(found["loss"]).sum() == (4 if joined else 2)
+
+
+def test_a_loss_that_an_asynchronous_worker_never_returned_is_not_lost(tmp_path: Path) -> None:
+    rows = make_rows(4, 2)
+    rows["flags"] |= FLAG_LOSS_SEEN
+    rows["local_loss"][2:, 1] = np.nan
+    rows["flags"][2:, 1] = 0
+    _, history = store.read_run(write_run(tmp_path, rows, joined=False))
+    assert Topic.LOSS_LOST not in history.story.facts

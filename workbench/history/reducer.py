@@ -228,7 +228,8 @@ class Reducer:
                 step, start, rows["samples"] * self._workers / spent, spent
             )
             self.curves["loss"].add(step, start, loss)
-            self.health.look(step, loss, (rows["flags"] & FLAG_LOSS_SEEN) > 0)
+            seen = (rows["flags"] & FLAG_LOSS_SEEN) > 0  # others say nothing about a loss
+            self.health.look(step[seen], loss[seen], seen[seen])
             newest = int(end.argmax())
             reached = max(int(step.max()), self.last[0])
             # Rows come in batches by rank: the last row to arrive is not always the last in time.
