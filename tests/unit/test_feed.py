@@ -89,6 +89,15 @@ def test_asynchronous_steps_wait_for_the_slowest_worker():
     assert [step for step, _ in series(follower.fresh(over=True))["loss"]] == [4, 5]
 
 
+def test_one_workers_nan_is_the_logged_loss_of_an_asynchronous_step():
+    rows = make_rows(2, 2)
+    rows["local_loss"][1, 1] = NAN
+    history = RunHistory(range(2), joined=False)
+    follower = Feed(history)
+    history.append(rows.reshape(-1))
+    assert [step for step, value in series(follower.fresh())["loss"] if value == value] == [0]
+
+
 def test_an_asynchronous_step_is_given_once_though_its_rows_come_in_many_turns():
     rows = make_rows(200, 2)
     history = RunHistory(range(2), joined=False)
