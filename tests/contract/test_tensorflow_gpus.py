@@ -400,7 +400,7 @@ def test_a_lack_of_memory_is_explained_by_what_is_held(gpus):
 
     text = explain(tf.errors.ResourceExhaustedError(None, None, "OOM when allocating"))
     assert text is not None
-    assert re.search(r"GPU:0 holds 3\.0 GB.*7\.0 GB", text)
+    assert re.search(r"3\.0 GB on GPU:0 .*7\.0 GB", text)
 
 
 def test_nobody_else_asks_tensorflow_about_devices():
