@@ -262,6 +262,23 @@ def recorded(watched, steps=30, pause_s=0.0):
         optimizer.step()
 
 
+def without_loader(steps=4):
+    """Train on batches that the loop cuts by itself."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for x_BD in torch.randn(6 * steps, 3).split(6):
+        optimizer.zero_grad()
+        model(x_BD).pow(2).mean().backward()
+        optimizer.step()
+
+
 def again(model_of_before=None):
     """Wrap the same model a second time, as a cell that is run again does."""
     import horovod.torch as hvd

@@ -118,6 +118,11 @@ def test_a_loop_is_recorded_as_it_is(workers: Workers, watched: bool) -> None:
     assert sum("Horovod" in text for text in notes) <= 1
 
 
+def test_a_loop_without_a_loader_counts_its_first_batch_too(workers: Workers) -> None:
+    for report in clean(workers.run("mirrored", horovod_cells.without_loader, workers=2)):
+        assert list(report.rows["samples"]) == [6] * 4
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("watched", [False, True])
 def test_who_waits_for_a_slow_rank_is_seen(workers: Workers, watched: bool) -> None:

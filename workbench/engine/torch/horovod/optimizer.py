@@ -127,7 +127,7 @@ def DistributedOptimizer(  # noqa: N802
         gradient_predivide_factor, sparse_as_dense,
     )  # fmt: skip
     if context is not None:
-        _record(context)
+        _record(context, made)
     return made
 
 
@@ -175,13 +175,13 @@ def _check_run(context: RunContext) -> None:
         )
 
 
-def _record(context: RunContext) -> None:
+def _record(context: RunContext, made: torch.optim.Optimizer) -> None:
     """Have the run record the loop as it is, unless `wb.watch` does."""
     if context.taken_over:
         return
     scripts = importlib.import_module("workbench.strategies.torch.parts.scripts")
     try:
-        end = scripts.watch_scripts(context)
+        end = scripts.watch_scripts(context, made)
     except RunError:  # this process is a script, which is recorded already
         return
 

@@ -1,9 +1,10 @@
 """Records scripts that do not use Workbench: finds what trains in them while it trains.
 
 `workbench run train.py` shows any job without a change to its code. A script shows what it does by
-its calls, so two places in PyTorch are watched:
+its calls, so three places in PyTorch are watched:
 
     DataLoader's next      which batches are fetched, and how long that takes
+    Optimizer's init       how many samples its model gets until the first backward
     autograd.backward      at the first one: which optimizer, and which module has its parameters?
 
 Then all modules and optimizers of the process are searched, once, for any wrappers of the model
@@ -65,7 +66,7 @@ MOST_NODES = 50_000
 _watching: _Scripts | None = None
 
 
-def watch_scripts(context: RunContext) -> Callable[[], None]:
+def watch_scripts(context: RunContext, *made: Optimizer) -> Callable[[], None]:
     """Record the training of the script that this process will run, if it trains.
 
     If the script calls `wb.watch`, `wb.prepare` or `wb.fit` itself, that is recorded instead. If
@@ -74,6 +75,7 @@ def watch_scripts(context: RunContext) -> Callable[[], None]:
 
     Args:
         context: The run, which has begun; `context.trained` is the number of recorded steps.
+        made: Optimizers that exist already.
 
     Returns:
         A function that removes everything again; call it when the script has ended, once or more.
@@ -89,6 +91,8 @@ def watch_scripts(context: RunContext) -> Callable[[], None]:
             code="WB-RUN-126",
         )
     _watching = scripts = _Scripts(context)
+    for optimizer in made:
+        scripts.expect(optimizer)
     return scripts.close
 
 
@@ -122,9 +126,10 @@ class _Scripts:
         self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
         self._backwards = 0
         self._stands_down = False
+        self._early: list[tuple[Module, int]] = []  # inputs that models got before one was found
         self._leave_backward = _patched(torch.autograd, "backward", self._backward)
-        iterator = dataloader._BaseDataLoaderIter
-        self._undo = [self._leave_backward, _patched(iterator, "__next__", self._next)]
+        fetched = _patched(dataloader._BaseDataLoaderIter, "__next__", self._next)
+        self._undo = [self._leave_backward, fetched, _patched(Optimizer, "__init__", self._made)]
         for kind in _with_subclasses(torch.amp.GradScaler):
             if "scale" in vars(kind):
                 self._undo.append(_patched(kind, "scale", self._scale))
@@ -136,6 +141,25 @@ class _Scripts:
         if self.loop is None and self._is_ours() and self._found(tensors):
             original = torch.autograd.backward  # the loop's
         original(tensors, *args, **keywords)
+
+    def _made(self, original: Any, optimizer: Optimizer, *args: Any, **keywords: Any) -> None:
+        """Make an optimizer."""
+        original(optimizer, *args, **keywords)
+        if self.loop is None and not self._stands_down and self._is_ours():
+            self.expect(optimizer)
+
+    def expect(self, optimizer: Optimizer) -> None:
+        """Count the samples that an optimizer's model gets before the first backward."""
+        model = _Tree(_alive(Module)).holder(_trained_by(optimizer))
+        if model is None or isinstance(model, torch.jit.ScriptModule):
+            return
+
+        def enters(samples: int | None) -> None:
+            if samples and self.loop is None and self._is_ours():
+                self._early.append((model, samples))
+
+        hook: Any = _Hook(enters)
+        self._undo.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         """Keep a loss as it was before it was multiplied."""
@@ -186,7 +210,7 @@ class _Scripts:
         if self._backwards & (self._backwards - 1):
             return False
         began_s = clock()
-        found = find(losses)
+        found, early, self._early = find(losses), self._early, []
         if found is None:
             return False
         device, told = found.device, torch.device(context.spec.device)
@@ -196,6 +220,8 @@ class _Scripts:
         self._leave_backward()
         self.loop = loop = ScriptLoop(self, found)
         loop._scaled, self._scaled = self._scaled, None
+        inside = set(found.model.modules())
+        loop._entered += [n for one, n in early if one in inside or found.model in one.modules()]
         spent_s = clock() - began_s  # is no part of the step
         for one in self.fetches:
             one.began_s, one.ended_s = one.began_s + spent_s, one.ended_s + spent_s
@@ -231,10 +257,8 @@ class _Scripts:
         if self.loop is not None:
             self.loop.close()
         elif context.updates and not (context.taken_over or context.strategy):
-            text = (
-                "Nothing was recorded. Either the optimizers' parameters belong to no "
-                "torch.nn.Module, or backward() was not called."
-            )
+            why = "the optimizers' parameters belong to no torch.nn.Module, or backward() was not"
+            text = f"Nothing was recorded. Either {why} called."
             context.emit(events.Noted(rank=context.spec.rank, text=text))
         self._stands_down = True
         self.fetches.clear()
@@ -245,9 +269,8 @@ class _Scripts:
             self._take_out()
 
     def _take_out(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        while self._undo:
+            self._undo.pop()()
 
 
 class ScriptLoop(OwnLoop):
@@ -265,7 +288,7 @@ class ScriptLoop(OwnLoop):
         context, model = scripts.context, found.model
         several = context.spec.world_size > 1
         wrapped = isinstance(model, DistributedDataParallel)
-        self.is_whole = not is_sharded(model)
+        self.is_whole = not any(isinstance(one, SHARDED) for one in model.modules())
         inside = wrapped or not self.is_whole
         self._scripts = scripts
         self._sources: list[Any] = []
@@ -286,8 +309,7 @@ class ScriptLoop(OwnLoop):
                 "the script exchanges gradients outside backward(), but Workbench measures the "
                 "exchange only inside backward()"
             )
-            columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
-            context.emit(events.Unmeasured(columns=columns))
+            context.emit(events.Unmeasured(columns={"sync_wait_s": why, "transfer_s": why}))
         if not isinstance(found.entrance, torch.jit.ScriptModule):
             hook: Any = _Hook(self._enters)
             entered = found.entrance.register_forward_pre_hook
@@ -397,10 +419,7 @@ class ScriptLoop(OwnLoop):
         self._scripts.fetches.clear()
 
     def _given(self) -> int:
-        """Return the number of samples in the model's input.
-
-        The very first forward was not seen.
-        """
+        """Return the number of samples in the model's input; 0 if it was not seen."""
         seen = self._entered
         return sum(seen) * max(len(seen), self._backwards) // len(seen) if seen else 0
 
@@ -456,10 +475,7 @@ def _global_batch(fetches: list[_Fetch], workers: int) -> int | None:
 
 
 def _patched(kind: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a function by `instead`, which gets the original as first argument.
-
-    Return the undo.
-    """
+    """Have `instead` called, with the original as first argument; return the undo."""
     original = vars(kind)[name]
 
     @functools.wraps(original)
@@ -563,15 +579,9 @@ class Found:
 
 def find(losses: Any) -> Found | None:
     """Return the model and optimizer that these losses train; None if there is no such pair."""
-    things = gc.get_objects()
-    # `isinstance` would take longer, and would trust objects that claim another class.
-    modules, optimizers = set(_with_subclasses(Module)), set(_with_subclasses(Optimizer))
-    tree = _Tree(thing for thing in things if type(thing) in modules)
-    pairs = []
-    for optimizer in [thing for thing in things if type(thing) in optimizers]:
-        # a wrapper of an optimizer has no own parameters
-        groups = vars(optimizer).get("param_groups")
-        held = [p for group in groups or () for p in group["params"] if p.requires_grad]
+    tree, pairs = _Tree(_alive(Module)), []
+    for optimizer in _alive(Optimizer):
+        held = _trained_by(optimizer)
         model = tree.holder(held)
         if model is not None:
             pairs.append((model, optimizer, held))
@@ -587,6 +597,18 @@ def find(losses: Any) -> Found | None:
     model, optimizer, held = pairs[0]
     around = [one for one in tree.above(model) if isinstance(one, OptimizedModule)]
     return Found(model, optimizer, around[-1] if around else model, held[0].device)
+
+
+def _alive(kind: type[Any]) -> list[Any]:
+    # `isinstance` would take longer, and would trust objects that claim another class.
+    kinds = set(_with_subclasses(kind))
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
+
+def _trained_by(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters that an optimizer trains; a wrapper of an optimizer has none."""
+    groups = vars(optimizer).get("param_groups") or ()
+    return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
 def _reached(losses: Any) -> set[int] | None:
@@ -606,8 +628,3 @@ def _reached(losses: Any) -> set[int] | None:
                 seen.add(following)
                 nodes.append(following)
     return found
-
-
-def is_sharded(model: Module) -> bool:
-    """Whether FSDP has a part of this model."""
-    return any(isinstance(module, SHARDED) for module in model.modules())
