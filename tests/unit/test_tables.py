@@ -89,6 +89,12 @@ def test_names_from_outside_are_escaped() -> None:
     assert "<script>" in table.text()
 
 
+def test_code_in_notes_is_drawn_as_code() -> None:
+    table = Table([Column("a", "left")], [["1"]], notes=["call `f(<x>)` first"])
+    assert "call <code>f(&lt;x&gt;)</code> first" in table.html()
+    assert "`f(<x>)`" in table.text()
+
+
 def test_engines_show_units_and_dashes() -> None:
     rows = [
         {"engine": 0, "rank": 0, "state": "idle", "memory_bytes": 512 << 20, "cpu_percent": 12.4,

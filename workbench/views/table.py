@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -82,8 +83,8 @@ class Table:
                 f'<details><summary style="{_MUTED};cursor:pointer">More: {html.escape(names)}'
                 f"</summary>{self._part(more)}</details>"
             )
-        title = f'<div style="font-weight:600">{html.escape(self.title)}</div>' * bool(self.title)
-        notes = "".join(f'<div style="{_MUTED}">{html.escape(note)}</div>' for note in self.notes)
+        title = f'<div style="font-weight:600">{_words(self.title)}</div>' * bool(self.title)
+        notes = "".join(f'<div style="{_MUTED}">{_words(note)}</div>' for note in self.notes)
         return f'<div style="{_BOX}">{title}{body}{notes}</div>'
 
     def _part(self, shown: Sequence[int]) -> str:
@@ -135,6 +136,11 @@ def _cell(tag: str, column: Column, text: str, extra: str) -> str:
     wraps = tag == "th" or column.wrap
     style = _CELL.format(wrap="normal" if wraps else "nowrap", align=column.align)
     return f'<{tag} style="{style};{extra}">{html.escape(text)}</{tag}>'
+
+
+def _words(text: str) -> str:
+    """Return HTML; what stands between backticks is code."""
+    return re.sub(r"`([^`\n]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _wrap(text: str, width: int | None) -> list[str]:

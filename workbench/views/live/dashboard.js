@@ -154,6 +154,13 @@ function key(name, color, hatched) {
   return item;
 }
 
+/** One note; what stands between backticks is drawn as code. */
+function note(text) {
+  const item = make("li", "");
+  text.split(/`([^`\n]+)`/).forEach((part, i) => { if (part) item.append(i % 2 ? make("code", "", null, part) : part); });
+  return item;
+}
+
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -406,7 +413,7 @@ function drawTimeline(panel, table, head, ink) {
   }
   drawStepNumbers(c, data, columns, from, rows, x, ink);
   const last = data[(rows - 1) * columns], cut = drawCuts(c, table, head, from, ranks, x, height - BOTTOM, ink);
-  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · dashed line: a pause is not shown" : ""}`);
+  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · dashed line: a pause that is not shown" : ""}`);
 }
 
 /** A dashed line where time between two steps was left out; returns whether there is one. */
@@ -540,8 +547,8 @@ function drawBubbles(panel, table, head, ink) {
   if (!c || !ranks) return;
   const { labels, left } = gutter(c, head, panel.width, ink), { ideal } = head.split;
   const wide = panel.width > 620, bar = panel.width - RIGHT - left - (wide ? 176 : 96);
-  const columns = wide ? [["bubble", panel.width - RIGHT - 94], ["beyond ideal", panel.width - RIGHT]]
-    : [["beyond ideal", panel.width - RIGHT]];
+  const columns = wide ? [["bubble", panel.width - RIGHT - 94], ["above ideal", panel.width - RIGHT]]
+    : [["above ideal", panel.width - RIGHT]];
   c.font = `11px ${ink.font}`;
   c.fillStyle = ink.muted;
   c.textAlign = "right";
@@ -838,7 +845,7 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole}, ${beyond} beyond ideal`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole}, ${beyond} above ideal`);
     this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
   }
 
@@ -878,8 +885,9 @@ class View {
   }
 
   drawNotes(head) {
-    const notes = head.notes ?? [], shown = [...this.notes.children].map((n) => n.textContent);
-    if (notes.join("\n") !== shown.join("\n")) this.notes.replaceChildren(...notes.map((n) => make("li", "", null, n)));
+    const notes = head.notes ?? [], words = notes.join("\n");
+    if (this.noted !== words) this.notes.replaceChildren(...notes.map(note));
+    this.noted = words;
     this.notes.hidden = !notes.length;
     const foot = [head.dropped, head.drawing].filter(Boolean).join(" · ");
     setText(this.foot, foot);

@@ -352,7 +352,7 @@ def draw_bubbles(axes: Axes, snapshot: Snapshot, split: Split) -> None:
     """Draw a bar per worker: the schedule's share hatched, the excess solid, then its work."""
     from matplotlib.patches import Patch
 
-    style(axes, text.TITLE, "bubble · beyond ideal")
+    style(axes, text.TITLE, "bubble · above ideal")
     color, busy = phase_colors()[HATCHED], phase_colors()[BUSY]
     for row, worker in enumerate(snapshot.workers):
         found = text.bubble(worker, split)

@@ -361,7 +361,7 @@ def _bubbles(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], flo
     body = [
         text_at(MARGIN, y, text.TITLE, bold=True),
         text_at(right - _BUBBLE_RIGHT, y, "bubble", "m", anchor="end"),
-        text_at(right, y, "beyond ideal", "m", anchor="end"),
+        text_at(right, y, "above ideal", "m", anchor="end"),
     ]
     y += 8
     top = y
