@@ -321,7 +321,9 @@ def add_lab_commands(commands: Any) -> None:
         help="folder of the instructors' notebooks (default: the source's folder)",
     )
     labs.add_argument(
-        "--run", action="store_true", help="run each lab with its solutions and keep the outputs"
+        "--run",
+        action="store_true",
+        help="run each lab with its solutions, and save the outputs in the notebooks",
     )
     _add_grade(commands)
     course.add_commands(commands)
@@ -336,7 +338,8 @@ def _add_grade(commands: Any) -> None:
     add("notebooks", nargs="+", type=Path, metavar="NOTEBOOK",
         help="notebooks, or the folder that `workbench collect` has made")  # fmt: skip
     course.add_flags(add)
-    add("--json", metavar="FILE", help="write all results as JSON; - for standard output")
+    add("--json", metavar="FILE",
+        help="write all results to this file as JSON (-: to standard output)")  # fmt: skip
     add("--limit", type=float, default=60.0, metavar="SECONDS",
         help="time limit of a cell (default 60)")  # fmt: skip
     add("--total", type=float, default=600.0, metavar="SECONDS",

@@ -121,7 +121,7 @@ class WorkbenchMagics(Magics):
         if asked.count is not None and asked.count < count:
             print(f"{count} engines are running; to train on fewer engines, use -n")  # noqa: T201
         if why := cluster.engine_set.put_off:
-            print(f"the framework was not imported before the start: {why}")  # noqa: T201
+            print(f"Workbench did not import the framework in advance: {why}")  # noqa: T201
         if asked.keep:
             print(kept_words(cluster.keeping))  # noqa: T201
 
@@ -314,7 +314,8 @@ def refuse_launchers(source: str) -> None:
                     "The cell starts training processes itself, but the engines already are "
                     "training processes.",
                     seen=one,
-                    allowed="a training loop that uses the engines (with torchrun's variables)",
+                    allowed="a training loop that reads torchrun's environment variables, which "
+                    "every engine has",
                     next_step="call the function itself: train(), not notebook_launcher(train)"
                     if called in _LAUNCHERS
                     else 'write strategy="ddp"',

@@ -91,7 +91,7 @@ def test_a_reload_brings_the_panel_back_and_a_kernel_that_is_gone_is_said(notebo
     page.get_by_role("checkbox", name="local_sgd", exact=True).click()
     page.locator(".wbp-total").filter(has_not_text="local_sgd").wait_for()
 
-    gone = page.locator(".wbp-gone").filter(has_text="kernel that is gone")
+    gone = page.locator(".wbp-gone").filter(has_text="kernel has ended")
     pid = int((book.lab.folder / "kernel.pid").read_text())
     os.kill(pid, signal.SIGKILL)  # JupyterLab starts another one
     gone.wait_for(timeout=30_000)

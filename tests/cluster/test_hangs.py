@@ -157,4 +157,4 @@ def test_stacks_of_every_rank_on_demand(book, gate):
     assert "distributed_c10d.py" in text
     assert "thread workbench-control" in text
     assert "idle" in book.ok("%cluster stacks 0").text
-    book.refused("%cluster stacks 7", "no such engine", "7")
+    book.refused("%cluster stacks 7", "WB-CLUSTER-006", "7")

@@ -13,8 +13,8 @@ from predicted_runs import GRADIENTS_BYTES, draw_own, made_run, ring_run
 from workbench import catalog
 from workbench.catalog import schedules
 from workbench.errors import PlanError
-from workbench.notebook.auto import chooses
-from workbench.prediction.choose import Candidate, Race, candidates
+from workbench.notebook.auto import chooses, reasons
+from workbench.prediction.choose import Candidate, Race, Row, candidates
 from workbench.shared.flags.several import memory_of
 from workbench.shared.run_request import parse_cell_line
 from workbench.views.explain.prediction import ChoicePicture
@@ -248,3 +248,10 @@ def test_the_picture_shows_all_and_says_why() -> None:
     assert text.startswith("Chosen: mirrored on 2 workers")
     assert "≤" in text
     assert "Left out" in drawn
+
+
+def test_reasons_are_told_whole_and_each_once() -> None:
+    why = "too large " * 100
+    first, second, third = candidates("torch", 2, {})[0][:3]
+    rows = [Row(first, "out", why=why), Row(second, "out", why="b"), Row(third, "out", why=why)]
+    assert reasons(rows) == f"{first.name}, {third.name}: {why}; {second.name}: b"

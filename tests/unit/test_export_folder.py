@@ -198,7 +198,7 @@ class TestContents:
         kept = plan_of(checkpoint="kept", checkpoint_every=7)
         page = (write_job(kept, tmp_path / "job") / "README.md").read_text()
         for said in (
-            "pip install -r requirements.txt", "torchrun --nproc-per-node 2 train.py",
+            "pip install -r requirements.txt", "torchrun --standalone --nproc-per-node 2 train.py",
             "workbench run .", "wb.follow(", "runs/1", "workbench control . stop", "every 7 steps",
         ):  # fmt: skip
             assert said in page

@@ -46,7 +46,7 @@ def test_the_cell_stands_unchanged_below_the_line_that_joins():
     text = script.train_py(plan_of(source))
     assert text.endswith(f"\n{source}")
     assert "import workbench as wb\n\nwb.run_job(__file__)" in text
-    assert "torchrun --nproc-per-node 2 train.py" in ast.get_docstring(ast.parse(text))
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in ast.get_docstring(ast.parse(text))
 
 
 def test_servers_are_processes_of_the_same_torchrun():

@@ -114,6 +114,17 @@ def test_a_dashboard_says_where_its_job_goes_on_and_names_that_host(followed: An
     assert {worker.host for worker in snapshot.workers} <= {"elsewhere"}
 
 
+def test_a_run_that_is_followed_twice_is_one_run(followed: Any) -> None:
+    first = followed()
+    assert followed() is first
+    first.close()
+    second = followed(state="finished")
+    assert second is not first
+    second.over.wait(10)
+    assert followed(state="finished") is second
+    assert followed(began=2.0) is not second
+
+
 def test_a_picture_of_a_failed_job_begins_with_the_reason(followed: Any) -> None:
     run = followed(state="failed", error="Rank 1 failed: no luck [WB-RUN-066]\n  next: more luck")
     run.over.wait(10)

@@ -222,7 +222,7 @@ class Broken:
     def __getattr__(self, name):
         def act(*args, **kwargs):
             if name == self._at:
-                raise OSError("the disk is full")
+                raise OSError("drive 7 is broken")
             return self
 
         return act
@@ -242,7 +242,7 @@ def test_a_place_that_fails_costs_a_note_and_no_other_place(run, tmp_path, monke
     assert run.state == "finished"
     (note,) = [n for n in run.history.story.notes if "--log" in n]
     assert "mlflow:sqlite:////nowhere.db failed" in note
-    assert "the disk is full" in note
+    assert "drive 7 is broken" in note
     assert len(read_board(tmp_path / "board" / "base").scalars["loss"]) == STEPS
 
 

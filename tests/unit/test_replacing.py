@@ -137,4 +137,4 @@ def test_a_run_that_ends_meanwhile_is_left_alone(stage) -> None:
 def test_a_job_has_nobody_to_spare_and_says_so(stage) -> None:
     listener(stage.run, print)
     (note,) = stage.notes
-    assert "replaced" in note
+    assert "--on-straggler replace" in note

@@ -260,7 +260,7 @@ def test_more_workers_than_pay_are_named() -> None:
     assert found is not None
     assert found.distribute
     assert "mirrored with 2 workers" in found.verdict
-    assert "slower again (1.11x)" in found.verdict
+    assert "With 4 workers (1.11x)" in found.verdict
 
 
 # -- costs ----------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_a_pipeline_has_its_bubbles_and_its_stages():
     shot = fake_pipeline(4, 90)
     svg = run_svg(shot)
     shown = words(svg)
-    for word in (text.TITLE, "beyond ideal", "+14 %", "±0 %", "1,050,624", "4.2 ms"):
+    for word in (text.TITLE, "above ideal", "+14 %", "±0 %", "1,050,624", "4.2 ms"):
         assert word in shown
     assert "4 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 27 %" in shown
     full = [r for r in ET.fromstring(svg).iter(f"{NS}rect") if r.get("class") == "w"]

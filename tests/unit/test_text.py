@@ -160,12 +160,12 @@ def test_the_report_of_a_pipeline_holds_bubbles_and_stages():
     shot = fake_pipeline(3, 120)
     lines = text.report(shot).split("\n")
     heads = next(line for line in lines if line.startswith("worker "))
-    assert heads.endswith("bubble  beyond ideal")
+    assert heads.endswith("bubble  above ideal")
     of = {line.split(" · ")[0]: line.split("  ") for line in lines if line.startswith("rank ")}
     assert [of[f"rank {rank}"][-1].strip() for rank in range(3)] == ["+14 %", "±0 %", "+14 %"]
     at = lines.index("3 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 20 %")
     assert lines[at + 1].split() == [
-        "stage", "worker", "layers", "parameters", "per", "microbatch", "sends", "on",
+        "stage", "worker", "layers", "parameters", "per", "microbatch", "sends",
     ]  # fmt: skip
     assert lines[at + 3].split()[-4:] == ["4.2", "ms", "64.0", "KiB"]
     assert "525,312" in lines[at + 3]

@@ -83,10 +83,13 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
     add = (
-        "In each round, every worker sends one chunk to the next worker, and adds the chunk that "
-        "it receives to its own. At the end, each worker has one finished chunk of the sum."
+        "In each round, every worker sends one chunk to the next worker, and adds the received "
+        "chunk to its own chunk. At the end, each worker has one finished chunk of the sum."
     )
-    gather = "Each worker passes the finished chunks on, until all workers have the whole sum."
+    gather = (
+        "Each worker sends the finished chunks to the next worker, until all workers have the "
+        "whole sum."
+    )
     return (
         *scatter_ring(members, kind, unit, "Reduce-scatter", add),
         *scatter_ring(members, kind, unit, "All-gather", gather),
@@ -145,7 +148,10 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         arrows = tuple(
             Arrow(members[rank], members[rank ^ (1 << k)], kind, size) for rank in range(p)
         )
-        text = f"Two workers with ranks that differ by {1 << k} exchange their sums and add them."
+        text = (
+            f"The workers form pairs with ranks that differ by {1 << k}. The two workers of a pair "
+            "exchange their sums and add them."
+        )
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
     if beyond:
         arrows = tuple(Arrow(b, a, kind, size) for a, b in beyond)
@@ -242,8 +248,8 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"A server first sends {what} to the server with a copy of the same parameters. Then it "
-        "answers the workers."
+        f"Before a server answers the workers, it sends {what} to the server with a copy of the "
+        "same parameters."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 
@@ -253,7 +259,7 @@ def server_units(unit: str, servers: int) -> dict[str, str]:
     if servers < 2:
         return {}
     parts = {f"{unit}{i}": f"bytes of the parameters on server {i}" for i in range(servers)}
-    return {"S": "number of servers, which hold about the same number of bytes", **parts}
+    return {"S": "number of servers; each server holds about the same number of bytes", **parts}
 
 
 def chain(

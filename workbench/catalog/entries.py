@@ -16,8 +16,8 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="number of microbatches in a batch; `none`: two per worker (`naive`: "
-        "only one, the whole batch)",
+        help="number of microbatches in a batch; `none`: two per worker (with `naive`, the "
+        "whole batch is one microbatch)",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
@@ -26,8 +26,8 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "split_at", "str", None, optional=True,
-        help="first layers of the stages, by name or number, for example 2,5 or conv2,fc1; "
-        "`none`: Workbench measures the layers and chooses",
+        help="layers at which a new stage begins, by name or number, for example 2,5 or "
+        "conv2,fc1; `none`: Workbench measures the layers and chooses",
     ),
 )  # fmt: skip
 
@@ -61,8 +61,8 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         sheds=True,
         exact_with=(("compress", "none"),),
-        loses="the steps since the last checkpoint; if the number of workers changes, it also "
-        "loses the compression error that was not sent yet",
+        loses="the steps since the last checkpoint; if the number of workers changes, the run "
+        "also loses the compression error that was not sent yet",
         links=True,
         options=(
             Option(
@@ -147,8 +147,8 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint; with sync=false also the pushes that were on "
-        "their way, and the steps that other workers were ahead of worker 0",
+        loses="the steps since the last checkpoint; with sync=false, the run also loses the "
+        "pushes that were on their way, and the extra steps of workers that were ahead of worker 0",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
@@ -171,8 +171,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "consistency", "choice", "latest", choices=("latest", "snapshot"),
-                help="`latest`: the newest parameters of each server; `snapshot`: the same "
-                "version from all servers",
+                help="the parameters that a worker pulls; `latest`: the newest parameters of each "
+                "server; `snapshot`: the same version from all servers",
             ),
             Option(
                 "pull_every", "int", 1, minimum=1,
@@ -220,7 +220,7 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "reshard", "bool", True,
                 help="removes gathered layers from memory after the forward pass, as ZeRO-3 does; "
-                "`false`: gathered layers stay in memory until backward has used them",
+                "`false`: gathered layers stay in memory until the backward pass has used them",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -260,7 +260,8 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
-        suits="models that do not fit on one device, if there are more workers than useful stages",
+        suits="models that do not fit on one device, if there are more workers than one pipeline "
+        "needs",
         heals=True,
         copy_rule="workbench.catalog.schedules:pipeline_workers",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
@@ -300,8 +301,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "plan", "str", "auto",
-                help="how layers are divided: `auto`, or NAME=col|row|gathered,.. (* matches any "
-                "text)",
+                help="how layers are divided: `auto`, or NAME=col|row|gathered,.. (in NAME, * "
+                "matches any text)",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -327,8 +328,8 @@ TORCH: tuple[Strategy, ...] = (
         exact_with=(("every", 1),),
         heals=True,
         dies_with="the dead worker's steps since the last average, and the state of its optimizer",
-        loses="the steps since the last checkpoint; if the number of workers changes, it also "
-        "loses the differences between replicas, because all replicas start from their mean",
+        loses="the steps since the last checkpoint; if the number of workers changes, the run "
+        "also loses the differences between replicas, because all replicas start from their mean",
         linear_only=True,
         links=True,
         excludes=(("fragments", "fraction"),),
@@ -341,14 +342,15 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="end of a round; `average`: the parameters are replaced by their mean; "
-                "`nesterov`: a step with momentum towards this mean (DiLoCo)",
+                help="what workers do at the end of a round; `average`: they continue from the "
+                "mean of their parameters; `nesterov`: they take a step with momentum towards this "
+                "mean (DiLoCo)",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
                 help="learning rate of the outer step (outer=nesterov); with outer_lr=1 and "
-                "outer_momentum=0 the outer step gives the mean",
+                "outer_momentum=0 the result is the same as with outer=average",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
@@ -367,8 +369,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="how unevenly each class is divided among the workers: alpha of a "
-                "Dirichlet distribution (0.1: very unevenly); `none`: evenly",
+                help="how unevenly the samples of each class are divided among the workers: alpha "
+                "of a Dirichlet distribution (0.1: very unevenly); `none`: evenly",
             ),
         ),
     ),
@@ -380,8 +382,8 @@ TORCH: tuple[Strategy, ...] = (
         "its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
-        suits="many workers on links where an all-reduce is slow; experiments with different "
-        "replicas",
+        suits="many workers on links where an all-reduce is slow; experiments with replicas that "
+        "differ",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},
@@ -389,15 +391,15 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         dies_with="the updates that the dead worker had not sent to its neighbours yet, and the "
         "state of its optimizer",
-        loses="the steps since the last checkpoint; if the number of workers changes, it also "
-        "loses the differences between replicas, because all replicas start from their mean",
+        loses="the steps since the last checkpoint; if the number of workers changes, the run "
+        "also loses the differences between replicas, because all replicas start from their mean",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
                 help="the workers with which a worker mixes its parameters; `ring`: its two "
-                "neighbours in a ring; `exponential`: one worker per step, in turn the worker "
-                "that is 1, 2, 4, .. ranks away",
+                "neighbours in a ring; `exponential`: one other worker in each step, first 1 rank "
+                "away, then 2, then 4, ..",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
@@ -510,7 +512,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         framework="tensorflow",
         term="model parallelism, one stage after the other",
         summary="The layers of one model are on several devices, and each batch passes through "
-        "all of them. The strategy saves memory, not time.",
+        "all these devices. The strategy saves memory, not time.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
@@ -524,8 +526,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "split_at", "str", None, optional=True,
-                help="first layers of the stages, by name or number, for example 2,5 or conv2,fc1; "
-                "`none`: chosen so that the stages have similar numbers of parameters",
+                help="layers at which a new stage begins, by name or number, for example 2,5 or "
+                "conv2,fc1; `none`: Workbench chooses stages with similar numbers of parameters",
             ),
         ),
     ),
@@ -579,7 +581,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
                 help="cuts each variable into parts, and divides the parts among the servers (only "
-                "in your own loop)",
+                "in your own training loop)",
             ),
         ),
     ),

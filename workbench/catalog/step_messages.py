@@ -60,7 +60,7 @@ def mirrored(layout: Layout) -> Parts:
         phases = _gathered(layout)
         source = "ring all-gather; Aji and Heafield, Sparse Communication, EMNLP 2017"
     if algorithm == "backend" and compress == "none":
-        notes.append("Gradients are sent in buckets during backward.")
+        notes.append("Gradients are sent in buckets during the backward pass.")
     return Parts(
         diagrams.workers(layout, _WHOLE),
         (_work(layout), *phases, _update(layout)), units, source, tuple(notes),
@@ -169,8 +169,8 @@ def parameter_server(layout: Layout) -> Parts:
 def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
     gather = (
-        "The workers gather the shards of one layer, use them, and free them. Then the next layer "
-        "follows."
+        "The workers gather the shards of one layer, and compute this layer. Then they do the same "
+        "for the next layer."
     )
     forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
     again: tuple[Phase, ...] = ()
@@ -178,11 +178,12 @@ def sharded(layout: Layout) -> Parts:
     if layout.options["reshard"]:
         again = diagrams.scatter_ring(
             layout.ids, "weights", "U", "All-gather, backward",
-            "The layers that were freed after forward are gathered again.",
+            "The workers removed layers from memory after the forward pass. Now they gather these "
+            "layers again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of the layers of at least unit_mb MB, which are freed after forward and "
-            "gathered again for backward"
+            "bytes of all layers with at least unit_mb MB; workers remove these layers after the "
+            "forward pass, and gather them again for the backward pass"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
@@ -239,7 +240,7 @@ def hybrid(layout: Layout) -> Parts:
     text = "The workers that hold the same stage add up their gradients."
     meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
     units = diagrams.handed_units(stages) if width > 1 else {}
-    units |= {f"G{p}": f"bytes of the gradients of stage {p}'s worker" for p in range(width)}
+    units |= {f"G{p}": f"bytes of the gradients on stage {p}'s worker" for p in range(width)}
     units |= {"D": "number of pipelines", **({"m": "microbatches"} if batches > 1 else {})}
     nodes = tuple(
         Node(name, "worker", f"worker {rank}", _stages_of(rank % width, stages, width), rank)
@@ -282,12 +283,13 @@ def tensor_parallel(layout: Layout) -> Parts:
     """Partial results are added up inside forward and backward."""
     forward = diagrams.ring_at_once(
         layout.ids, "activations", "Y", "All-reduce, forward",
-        "Each worker has a partial sum of a layer pair's output. The workers add up these sums.",
+        "For each pair of divided layers, every worker has a partial sum of the output. The "
+        "workers add up these sums.",
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "Each worker has a partial sum of the gradient for a layer pair's input. The workers add "
-        "up these sums.",
+        "For each pair of divided layers, every worker has a partial sum of the gradient for the "
+        "input. The workers add up these sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
@@ -296,9 +298,9 @@ def tensor_parallel(layout: Layout) -> Parts:
         _update(layout, "Each worker updates its own part of the layers."),
     )  # fmt: skip
     units = {
-        "Y": "bytes of the outputs of all divided pairs of layers, for one batch",
+        "Y": "bytes of the outputs of all pairs of divided layers, for one batch",
         "X": (
-            "bytes of the gradients for the inputs of all divided pairs of layers; the input of "
+            "bytes of the gradients for the inputs of all pairs of divided layers; the input of "
             "the model's first layer needs no gradient"
         ),
         **N,
@@ -319,17 +321,17 @@ def local_sgd(layout: Layout) -> Parts:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step adds the workers' mean change to the parameters at the start of the "
-            f"round, with learning rate {options['outer_lr']:g} and Nesterov momentum "
-            f"{options['outer_momentum']:g}. The outer step needs no other messages."
+            "The outer step starts from the parameters at the start of the round, and adds the "
+            f"workers' mean change, with learning rate {options['outer_lr']:g} and Nesterov "
+            f"momentum {options['outer_momentum']:g}. The outer step sends no further messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
         _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
         "model become different."),
-        *_meetings(layout, "take an outer step, computed from their mean over all workers" if outer
-                   else "are replaced by their mean over all workers"),
+        *_meetings(layout, "are updated by an outer step, which uses their mean over all workers"
+                   if outer else "are replaced by their mean over all workers"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
     units |= {"F": "number of fragments"} if fragments > 1 else {}
@@ -349,8 +351,8 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
         every % fragments == 0
     ):  # the turns are equally far apart, so one phase describes all of them
         text = (
-            f"The parameters of one fragment {what}. Each of the {fragments} fragments has its "
-            "turn "
+            f"The parameters of one fragment {what}. Each of the {fragments} fragments is averaged "
+            "once in "
         )
         return ring("Average in turn", f"{text}every {every} steps.", every=turns[0])
     return tuple(
@@ -506,7 +508,7 @@ def tensorflow_model_split(layout: Layout) -> Parts:
     )
     formula = "A" if len(ids) > 1 else ""
     phases = (
-        Phase("Forward", "The stages compute the whole batch one after another.", ids,
+        Phase("Forward", "One stage after the other computes the whole batch.", ids,
               diagrams.chain(ids, 1, backward=False), formula=formula),
         Phase("Backward", "The gradients of the activations are sent back, from stage to stage.",
               ids, diagrams.chain(ids, 1, backward=True), formula=formula),

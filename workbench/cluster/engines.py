@@ -379,7 +379,7 @@ class Engines:
         info = self.engines.get(engine)
         if info is None:
             raise ClusterError(
-                "There is no such engine.",
+                "There is no engine with this id.",
                 seen=engine,
                 allowed=", ".join(map(str, sorted(self.engines))),
                 next_step="%cluster lists the engines",

@@ -204,7 +204,7 @@ class ControlRouter:
                         message = self._clocks.arrived(nonce, message, at_s)
                     self._on_message(self._speakers.get(nonce, engine), message)
         except Exception:  # an error in one run must not block the others
-            log.exception("A message of engine %d was not understood", engine)
+            log.exception("A message from engine %d could not be processed", engine)
 
     def _send_waiting(self) -> None:
         later = []

@@ -320,7 +320,7 @@ class ClusterServices:
         lost = controller.lost_part(self.folder)
         if lost is None:
             return None
-        who, code = f"its {lost['name']} (pid {lost['pid']})", lost["code"]
+        who, code = f"the controller's {lost['name']} (pid {lost['pid']})", lost["code"]
         if code is None:
             return processes.Ending(what=f"{who} was suspended by SIGSTOP")
         end = Exit(lost["pid"], code if code >= 0 else None, -code if code < 0 else None)

@@ -40,25 +40,26 @@ _RECIPES = {
     ),
     "char_transformer": _Written(
         "Predicts the next character in Python's own source files, with a transformer of any "
-        "size. Takes less than a minute by default.",
+        "size. Takes less than a minute with the default parameters.",
         {"torch": transformer.TORCH, "tensorflow": transformer.TENSORFLOW},
         transformer.check,
     ),
     "recommender": _Written(
         "Predicts how users rate items, with two embedding tables of any size. Takes a few "
-        "seconds by default.",
+        "seconds with the default parameters.",
         {"torch": recommender.TORCH, "tensorflow": recommender.TENSORFLOW},
         recommender.check,
     ),
     "tissue_cnn": _Written(
         "Classifies simulated microscope images of tissue (3 x 96 x 96) as healthy or abnormal, "
-        "with a small residual network of any width. Takes less than a minute by default.",
+        "with a residual network of any width. Takes less than a minute with the default "
+        "parameters.",
         {"torch": tissue.TORCH, "tensorflow": tissue.TENSORFLOW},
         tissue.check,
     ),
     "fraud_mlp": _Written(
         "Classifies simulated card payments (2 % are fraud) with three fully connected layers. "
-        "Takes a few seconds by default.",
+        "Takes a few seconds with the default parameters.",
         {"torch": fraud.TORCH, "tensorflow": fraud.TENSORFLOW},
         fraud.check,
     ),

@@ -204,7 +204,7 @@ class _Reader:
         return [replace(self._describe(handle), number=number, exclusive=exclusive)]
 
     def _instances(self, number: int, gpu: Any) -> list[Device]:
-        found, why = [], "it has no MIG instance (nvidia-smi mig -lgi lists them)"
+        found, why = [], "it has no MIG instance (nvidia-smi mig -lgi lists all instances)"
         parent = _text(self._nvml.nvmlDeviceGetUUID(gpu))
         for part in range(int(self._ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 7)):
             try:
@@ -271,9 +271,10 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
     numbers = re.fullmatch(r"[\d,\s]*", wanted) and chosen
     if numbers and not by_bus and len({one.name for one in found}) > 1:
         notes.append(
-            f"Workbench reads CUDA_VISIBLE_DEVICES={wanted} in the order of the PCI bus, as "
-            "nvidia-smi does. But CUDA counts the fastest GPU first, and these GPUs are "
-            "different models. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same order."
+            f"For CUDA_VISIBLE_DEVICES={wanted}, Workbench numbers the GPUs by their position on "
+            "the PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU, and "
+            "these GPUs are different models. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use "
+            "the same numbers."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]
 

@@ -230,7 +230,7 @@ def choose(
         raise ClusterError(
             "--devices requires GPUs, but no GPU can be used.",
             seen=devices,
-            allowed=f"GPUs that NVML reports and CUDA_VISIBLE_DEVICES contains{_limit()}",
+            allowed=f"GPUs that the driver reports and CUDA_VISIBLE_DEVICES contains{_limit()}",
             next_step=" ".join(found.notes)
             or (
                 "train on the CPU with --devices cpu; or run nvidia-smi to see what the driver "
@@ -253,8 +253,8 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
                 "--devices contains a GPU that does not exist, or the same GPU twice.",
                 seen=index,
                 allowed=", ".join(map(str, known)) + _limit(),
-                next_step="use only GPUs in CUDA_VISIBLE_DEVICES; or remove --devices, so that "
-                "Workbench chooses the GPUs",
+                next_step="use allowed numbers, and each number only once; or remove --devices, "
+                "so that Workbench chooses the GPUs",
                 code="WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
@@ -371,7 +371,7 @@ def once(text: str) -> str:
 
 
 NOT_PROVED = (
-    "Workbench was not yet tested on a GPU of this kind. To test it, run workbench "
+    "Workbench was not yet tested on a GPU of this kind. To test this GPU, run workbench "
     "doctor --gpu-test"
 )
 
@@ -459,8 +459,8 @@ class DevicePool:
         busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
         self._notes = found.notes + tuple(
             f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS, and another process (pid "
-            f"{gpu.pids[0]}) already uses this GPU. So no engine can use this GPU. nvidia-smi "
-            "shows the owner of this process."
+            f"{gpu.pids[0]}) already uses this GPU. So no engine can use this GPU. "
+            f"`ps -f -p {gpu.pids[0]}` shows the owner of this process."
             for gpu in busy
         )
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
@@ -508,8 +508,8 @@ class DevicePool:
             self._gpus = self._gpus if self.held else ()
             self._open.clear()
         raise ClusterError(
-            f"Another notebook has reserved GPUs of this cluster's engines: {'; '.join(notes)}.",
-            allowed="the GPUs with which the engines started, when no other notebook uses them",
+            f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
+            allowed="the GPUs that the engines got first, if no other notebook uses these GPUs",
             next_step="run %cluster restart to use other GPUs; all variables will be lost",
             code="WB-CLUSTER-056",
         )

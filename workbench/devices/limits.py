@@ -325,7 +325,8 @@ def listening(listen: str) -> str:
             "Workbench listens on one address, never on all addresses of a machine.",
             seen=listen,
             allowed=_choices(here),
-            next_step="give the network of the other machines, for example --listen 10.0.0.0/8",
+            next_step="give the network that connects the machines, for example "
+            "--listen 10.0.0.0/8",
             code="WB-PLAN-163",
         )
     found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
@@ -407,7 +408,7 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
             f"--listen {listen}: the traffic on this address is signed, but not encrypted. "
             f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
         )
-    whose = "of workers" if encrypted else "of engines"
+    whose = "between workers" if encrypted else "of engines"
     return (
         f"--launcher {launcher}: traffic {whose} is not encrypted. Use a private network ({PAGE})"
     )

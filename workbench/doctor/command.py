@@ -13,7 +13,7 @@ from .report import Report
 ABOUT = """\
 Checks this machine for Workbench. A line begins with the result of a check: ok, warn, FAIL, or
 "not known" if the check is not possible here. If something must be done, the next step follows.
-Exit status: 0 ok or warnings, 1 something failed."""
+Exit status: 0 if no check failed (there can be warnings), 1 if a check failed."""
 
 
 def add_doctor_command(commands: Any) -> None:
@@ -36,16 +36,21 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
         help="with --on: address, interface or network on which the notebook listens")  # fmt: skip
     add("--gpu-test", action="store_true",
         help="test with real engines for ten minutes and write a report")  # fmt: skip
-    add("--on-cpu", action="store_true", help="run --gpu-test with engines that use no GPU")
-    add("--quick", action="store_true", help="run the shortest form of --gpu-test")
-    add("--only", metavar="STAGE[,STAGE]", default="", help="run only these stages of --gpu-test")
+    add("--on-cpu", action="store_true", help="with --gpu-test: use engines without a GPU")
+    add("--quick", action="store_true", help="with --gpu-test: run a shorter test")
+    add("--only", metavar="STAGE[,STAGE]", default="",
+        help="with --gpu-test: run only these stages")  # fmt: skip
     add(
         "--minutes",
         type=float,
         default=10.0,
-        help="time limit of --gpu-test in minutes (default 10)",
+        help="with --gpu-test: time limit in minutes (default 10)",
     )
-    add("--out", type=Path, help="folder for the report (default: workbench-gpu-test-DATE)")
+    add(
+        "--out",
+        type=Path,
+        help="with --gpu-test: folder for the report (default: workbench-gpu-test-DATE)",
+    )
     add("--device", default="", help=argparse.SUPPRESS)  # a kind that discovery does not know,
     add("--gpus", type=int, help=argparse.SUPPRESS)  # and how many of it there are
 

@@ -117,7 +117,7 @@ def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
         raise TimeoutError(f"the cell has not ended within {2 * PROMPT_S:g} s")
     prompt_s = time.perf_counter() - began
     error = task.failure()
-    wrong = [] if prompt_s < PROMPT_S else [f"the cell ended only after {prompt_s:.1f} s"]
+    wrong = [] if prompt_s < PROMPT_S else [f"the cell ended too late, after {prompt_s:.1f} s"]
     if fault.words and fault.words.lower() not in str(error).lower():
         wrong.append(f"the error does not contain {fault.words!r}: {str(error)[:200]}")
     wrong += _after(cluster, fault, before)
@@ -138,7 +138,7 @@ def _after(cluster: Any, fault: Fault, before: Mapping[int, int]) -> list[str]:
     if not all(found.values()):
         wrong.append(f"the next cell has wrong results: {found}")
     now, keepers = pids(cluster), [0, 1] if fault.keeps else [0]
-    wrong += [f"engine {e} is now another process" for e in keepers if now.get(e) != before[e]]
+    wrong += [f"a new process replaced engine {e}" for e in keepers if now.get(e) != before[e]]
     if not wrong:
         kept = cluster.pull(["kept"], keepers)
         wrong += [f"engine {e} lost its variables" for e in keepers if kept[e]["kept"] != 41 + e]

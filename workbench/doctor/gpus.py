@@ -61,7 +61,7 @@ class Probe:
     gpu: int = 0
     package: str = ""
     env: Mapping[str, str] | None = None
-    step: str = "see `dmesg` for Xid errors; a reset of the GPU or a restart may be needed"
+    step: str = "see `dmesg` for Xid errors; you may have to reset the GPU or restart the machine"
 
 
 PROBED: tuple[Probe, ...] = (
@@ -70,7 +70,7 @@ PROBED: tuple[Probe, ...] = (
         "gpu.matmul": "matrix products and convolutions on each GPU",
         "gpu.pinned": "256 MB of pinned memory",
         "gpu.p2p": "copies between GPUs",
-        "gpu.events": "resolution of GPU events",
+        "gpu.events": "time resolution of GPU events",
     }, 1, "torch"),
     Probe("drift", 25, {
         "gpu.drift": "drift of the GPU's timer against this machine's clock",
@@ -168,7 +168,7 @@ def _slow(ended: children.Ended) -> tuple[str, str]:
         f"(load average {children.load():.1f} on {cores} cores)"
     )
     if children.busy():
-        return found, "run this command again when other programs use less of this machine"
+        return found, "run this command again when this machine is less busy"
     return found, "run this command again; if it is still slow, put the environment on a fast disk"
 
 
@@ -359,7 +359,7 @@ def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
     if seen:
         return "ok", "yes", ""
     return "warn", "NVML does not list the pids of this container", (
-        "Workbench shows the use of whole GPUs; to see each process: docker run --pid=host"
+        "Workbench cannot show the GPU memory of each engine; to change this: docker run --pid=host"
     )  # fmt: skip
 
 
@@ -442,10 +442,10 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "group", "the smallest run, with two processes and one all-reduce", 45, True, 30, ("torch",)
     ),
-    Stage("collectives", "collectives in cells, with tensors on CPU and device", 60, True),
+    Stage("collectives", "collectives in cells, with CPU tensors and device tensors", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
-    Stage("telemetry", "the measurements show added delays", 60, module=TRIALS_MODULE),
+    Stage("telemetry", "the measurements show the injected delays", 60, module=TRIALS_MODULE),
     Stage("memory", "memory is freed", 40, module=TRIALS_MODULE),
     Stage(
         "speed", "speed compared with torchrun, time to the first step", 75, module=TRIALS_MODULE
@@ -561,7 +561,7 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
         return whole("fail", f"crashed ({what}) after: {last}", _last_line(ended.tail) or log,
                      ended.seconds)  # fmt: skip
     if ended.garbage:
-        return whole("fail", "wrote a line that is not part of a report", log, ended.seconds)
+        return whole("fail", "the stage wrote a line that is not a result", log, ended.seconds)
     if not ended.lines:
         return whole("unknown", "ended without a message", log, ended.seconds)
     bad = sum(line.status == "fail" for line in ended.lines)

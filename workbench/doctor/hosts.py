@@ -391,7 +391,7 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
              f"{where}, on any ports. The rendezvous store listens on one port of {store.name} "
              f"({range_of}). TensorFlow's servers listen on all interfaces of their hosts", SEE),
         Line("hosts.encrypted", "ok", "encrypted",
-             "all traffic between the notebook and the hosts (ssh, CURVE)", SEE),
+             "all traffic between the notebook and the hosts (ssh, and ZeroMQ with CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
              "all traffic between the hosts. Connections to the store, gloo, NCCL and TensorFlow's "
              "gRPC need no password; Workbench's own links need a password",
@@ -465,7 +465,8 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "warn",
             words,
-            f"Workbench uses addresses instead of names: {here.address} and {host.address}",
+            f"no action needed: Workbench uses the addresses {here.address} and {host.address} "
+            "instead of names",
         )
     return "ok", words
 
@@ -543,7 +544,7 @@ def _clock(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "warn",
             f"difference from this machine's clock: {words}",
-            "set both clocks with chrony or ntp",
+            "synchronize both clocks with chrony or ntp",
             figures,
         )
     return "ok", f"difference from this machine's clock: {words}", "", figures
@@ -597,10 +598,11 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_net = a.facts["net"] == b.facts["net"]
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
-                lines.append(Line(id, "warn", what, "they are the same machine",
-                                  "start the engines on this machine without ssh"))  # fmt: skip
+                lines.append(Line(id, "warn", what, "no, they are the same machine",
+                                  "name each machine only once; engines on the notebook's "
+                                  "machine need no ssh"))  # fmt: skip
             elif same_name:
-                lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
+                lines.append(Line(id, "warn", what, f"both have the name {a.facts['hostname']}",
                                   "gloo uses host names: give each host its own name"))  # fmt: skip
             else:
                 words = "yes: two containers on one Linux kernel, each with its own network"

@@ -383,8 +383,7 @@ def clock(source: str | None = None) -> Found:
         return (
             "warn",
             found,
-            "use the clock source tsc or kvm-clock: readings of a slow clock make short steps "
-            "longer",
+            "use the clock source tsc or kvm-clock: reading a slow clock makes short steps longer",
             figures,
         )
     return "ok", found, "", figures

@@ -201,7 +201,7 @@ def _copies(child: Child, torch: Any, gpus: int) -> None:
 
 
 def _events(child: Child, torch: Any) -> None:
-    what = "resolution of GPU events"
+    what = "time resolution of GPU events"
     with child.trying("gpu.events", what):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(200)]
         for event in events:
@@ -246,7 +246,7 @@ def drift(child: Child) -> None:
     words = ", ".join(f"GPU {d} {ppm:+.1f} ± {sure:.1f} ppm" for d, (ppm, sure) in found.items())
     far = any(abs(ppm) > MUCH_DRIFT_PPM + sure for ppm, sure in found.values())
     child.say("warn" if far else "ok", "gpu.drift", what, words,
-              "no action needed: Workbench corrects measured waits every few seconds"
+              "no action needed: Workbench compares both clocks about once per second"
               if far else "",
               ppm={str(d): round(ppm, 2) for d, (ppm, _) in found.items()})  # fmt: skip
 
@@ -386,7 +386,7 @@ def nccl(child: Child) -> None:
     child.on_late = pair.stacks
     try:
         with child.trying(
-            "gpu.nccl", what, "set NCCL_DEBUG=INFO to see why; try NCCL_P2P_DISABLE=1"
+            "gpu.nccl", what, "set NCCL_DEBUG=INFO to see the cause; try NCCL_P2P_DISABLE=1"
         ):
             _contexts(child, _say_sums(child, "gpu.nccl", what, pair))
         with child.trying("gpu.abort", "aborting an NCCL collective"):
@@ -432,7 +432,7 @@ def tensorflow(child: Child) -> None:
 
     child.imported()
     what = "TensorFlow on the GPUs"
-    step = "pip install 'tensorflow[and-cuda]' for the matching libraries"
+    step = "run pip install 'tensorflow[and-cuda]' to get matching CUDA libraries"
     with child.trying("gpu.tensorflow", what, step):
         gpus = tf.config.list_physical_devices("GPU")
         if not gpus:
@@ -498,7 +498,7 @@ def cluster(child: Child) -> None:
     """Measure the time until two engines have done an all-reduce in a cell."""
     what = "two engines start and do an all-reduce"
     with child.trying(
-        "machine.cluster", what, "look at `workbench ps` and at the log in the error"
+        "machine.cluster", what, "run `workbench ps`, and read the log in the error message"
     ):
         from ..session.cluster import Cluster
 

@@ -134,7 +134,7 @@ def devices(child: Child) -> None:
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         if not names:
             child.say("fail", "devices.count", "torch sees the GPUs", "torch sees no GPU",
-                      "run `workbench doctor` to see why")  # fmt: skip
+                      "run `workbench doctor` to find the cause")  # fmt: skip
     for name in names:
         what = f"matrix products and convolutions on {name}"
         with child.trying(f"devices.computes.{name}", what):
@@ -371,8 +371,8 @@ def _strategies(child: Child, place: Place) -> None:
                 continue
             except WorkbenchError as error:
                 refused = place.title == ON_ONE and not isinstance(error, RunError)
-                child.say("ok" if refused else "fail", id, what,
-                          f"{'refused' if refused else 'failed'}: {error}")  # fmt: skip
+                said = "refused by Workbench" if refused else "failed"
+                child.say("ok" if refused else "fail", id, what, f"{said}: {error}")
                 continue
             _compare(child, id, what, run, wanted if exact else None, time.perf_counter() - began)
 

@@ -75,7 +75,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
                       f"{what}50 ms added in {where} of rank 1",
-                      f"rank 0 waits {wait:.1f} ms longer, the own time of rank 1 is {own:.1f} ms "
+                      f"rank 0 waits {wait:.1f} ms longer, rank 1 itself takes {own:.1f} ms "
                       f"longer, rank 1 is the straggler in {seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
     if not child.asked["quick"]:
@@ -221,7 +221,8 @@ def memory(child: Child) -> None:
         idle = [psutil.Process(engine.pid).memory_full_info() for engine in cluster.engines]
         own = [getattr(one, "pss", one.uss) / 1e6 for one in idle]
         child.say("ok", "memory.idle", "memory of an idle engine",
-                  f"{statistics.mean(own):.0f} MB each", pss_mb=list(map(round, own)))  # fmt: skip
+                  f"{statistics.mean(own):.0f} MB on average",
+                  pss_mb=list(map(round, own)))  # fmt: skip
         cell(cluster, ALLOCATE)
         cluster.free()
         held = cell(cluster, HELD)

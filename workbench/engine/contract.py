@@ -227,8 +227,8 @@ class Strategy(ABC):
             f"Strategy {self.context.spec.strategy} trains one model and one optimizer per cell.",
             seen="a second call of wb.prepare",
             allowed="one call of wb.fit or wb.prepare; one_device and mirrored allow several calls",
-            next_step="use mirrored, or put both models into one module with one optimizer; put a "
-            "second training into its own cell",
+            next_step="use mirrored, or put both models into one module with one optimizer, or "
+            "train the second model in a cell of its own",
             code="WB-FIT-070",
         )
 

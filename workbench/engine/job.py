@@ -98,7 +98,7 @@ class Conductor:
         if "parts" not in answer:
             status = self._process.poll()
             raise ClusterError(
-                "The process that keeps the job's records did not start.",
+                "The process that stores the job's measurements did not start.",
                 seen=f"exit status {status}"
                 if status is not None
                 else f"no message within {CONDUCT_S} s",

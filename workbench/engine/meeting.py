@@ -356,6 +356,7 @@ def _no_meeting(seen: str) -> ClusterError:
         seen=seen,
         allowed=f"all processes of the job must start within {MEET_S:g} s",
         next_step="look at the logs of the other processes: one of them may have failed earlier. "
-        "If the hosts have a firewall, open the port",
+        "If the hosts have a firewall, open the port MASTER_PORT (or the port of the first "
+        "process in TF_CONFIG)",
         code="WB-CLUSTER-080",
     )

@@ -486,8 +486,8 @@ def _say(ids: list[int], framework: str) -> None:
     one = len(ids) == 1
     sys.stdout.write(
         f"{'Engine' if one else 'Engines'} {ranges(ids)} import{'s' if one else ''} {framework} "
-        f"now, which takes some seconds. Workbench does not restart {'it' if one else 'them'}, "
-        f"because {'its' if one else 'their'} variables would be lost.\n"
+        "now, which takes some seconds. The variables of "
+        f"{'this engine' if one else 'these engines'} are not lost.\n"
     )
 
 

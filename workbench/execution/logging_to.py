@@ -43,7 +43,7 @@ def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
     for log in logs:
         while not log.wait(0.1):
             if time.monotonic() > end:
-                note(f"{LINGER_S:g} s after the end of the run, Workbench is still writing --log.")
+                note(f"The run ended {LINGER_S:g} s ago, but its --log is not yet complete.")
                 return
 
 

@@ -389,12 +389,12 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
                 "to the strategy.",
                 seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
                 "and no recorded step",
-                allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that uses "
-                "torch.distributed itself",
+                allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that itself "
+                "uses torch.distributed",
                 next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader) "
-                "before the loop. Use wb.watch only if the loop uses DistributedDataParallel, FSDP "
-                "or torch.distributed itself. Trainers that have their own loop (Lightning, "
-                "Accelerate) run under %%distributed without a strategy",
+                "before the loop. Use wb.watch only if the loop itself uses "
+                "DistributedDataParallel, FSDP or torch.distributed. Trainers that have their own "
+                "loop (Lightning, Accelerate) run under %%distributed without a strategy",
                 code="WB-RUN-091",
             )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
@@ -492,8 +492,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(
-        f"{len(refused)} of {len(runs)} runs were refused by their strategy; the other runs have "
-        "finished.",
+        f"In {len(refused)} of {len(runs)} runs, the strategy cannot train this cell; the other "
+        "runs have finished.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
         next_step=f"remove {'this strategy' if len(reasons) == 1 else 'these strategies'}, or "
         "change the cell",
@@ -577,9 +577,9 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
         workers = f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
         text += f"After {done.seconds:.1f} s, {workers}"
     elif len(done.engines) > 1:
-        text += f"New engines replaced them, and the run continued after {done.seconds:.1f} s"
+        text += f"New engines replaced the lost ones. The run continued after {done.seconds:.1f} s"
     else:
-        text += f"A new engine replaced it, and the run continued after {done.seconds:.1f} s"
+        text += f"A new engine replaced the lost one. The run continued after {done.seconds:.1f} s"
     if not saved:
         text += " from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":

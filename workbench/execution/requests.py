@@ -313,7 +313,7 @@ def _why(unread: Unread, name: str) -> dict[str, Any]:
     if parcel.remade:
         return {
             "seen": f"{parcel.kind} was defined again after {name} had been created",
-            "allowed": "objects of the newest definition of the class",
+            "allowed": "objects that were created from the newest definition of the class",
             "next_step": f"create {name} again, or {parts}",
         }
     return {

@@ -189,8 +189,8 @@ def check_cell(
     stay, lost = [], []
     for path, line in _paths(tree):
         if not (here / path).exists():
-            lost.append(f"line {line} reads {path}, which does not exist next to the notebook, so "
-            "it must exist where the job runs")  # fmt: skip
+            lost.append(f"line {line} reads {path}, which the notebook's folder does not contain: "
+            "the file must exist where the job runs")  # fmt: skip
         elif not {(here / path).resolve(), *(here / path).resolve().parents} & travel:
             stay.append((path, line))
     for module, line in _modules(tree):

@@ -495,7 +495,8 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         lines += [f"The folder contains Workbench itself: {wheel}.", ""]
     lines += ["## Start", ""]
     if torch and processes > 1:
-        lines += ["On one host:", "", f"    torchrun --nproc-per-node {processes} train.py", ""]
+        alone = f"    torchrun --standalone --nproc-per-node {processes} train.py"
+        lines += ["On one host:", "", alone, ""]
         lines += [
             (f"On several hosts, run this command on each host. N times P must be {processes}:"),
             "",
@@ -506,7 +507,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         lines += ["    python train.py", ""]
     if not torch and processes > 1:
         lines += [f"Run this command once for each of the {processes} processes. Each process "
-        "finds its rank and the other processes in `TF_CONFIG`.", ""]  # fmt: skip
+        "reads its rank and the other processes' addresses from `TF_CONFIG`.", ""]  # fmt: skip
     if wheel:
         lines += [
             "Workbench can also start all processes of this host:",
@@ -532,7 +533,7 @@ def _recorded(plan: Plan) -> list[str]:
     lines = [
         "## Watch",
         "",
-        "Each start makes a folder: `runs/1`, `runs/2`, ... It contains the same data",
+        "Each start makes a folder: `runs/1`, `runs/2`, ... The new folder has the same data",
     ]
     lines += ["as a run in a notebook: steps, events, logs, final weights. In a notebook, run:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]

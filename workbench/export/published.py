@@ -215,8 +215,8 @@ def check_document(envelope: Envelope, document: Any, name: str, definition: str
             f"The job's files do not match the schema of the platform `{envelope.name}`.",
             seen=f"{where}: {first.message[:300]}",
             allowed=envelope.note,
-            next_step="correct this value. If you did not set it, the platform may have changed: "
-            "report this message to the authors of Workbench",
+            next_step="correct this value. If you did not set this value, the platform may have "
+            "changed: report this message to the authors of Workbench",
             code="WB-PLAN-234",
         )
 

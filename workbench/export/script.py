@@ -39,7 +39,7 @@ def train_py(plan: Plan) -> str:
     cell = read_cell(plan.recipe.cell)
     processes = process_count(plan)
     alone = processes == 1 or plan.framework != "torch"
-    start = "python train.py" if alone else f"torchrun --nproc-per-node {processes} train.py"
+    start = _start(1 if alone else processes)
     lines = [f'"""{_title(plan)}', "", f"Start it:  {start}", ""]
     if plan.framework != "torch" and processes > 1:
         lines += [
@@ -87,7 +87,7 @@ _PLAIN = {
 }
 _PLAIN_ABLE = (
     "PyTorch: wb.fit with the strategies one_device, mirrored and sharded; wb.prepare, or a loop "
-    "that uses torch.distributed itself, with one_device and mirrored. TensorFlow: model.fit "
+    "that itself uses torch.distributed, with one_device and mirrored. TensorFlow: model.fit "
     "with one_device and mirrored; your own loop with one_device, mirrored and "
     "multi_worker_mirrored"
 )
@@ -142,9 +142,15 @@ def plain_py(plan: Plan) -> str:
     return script
 
 
+def _start(processes: int) -> str:
+    if processes == 1:
+        return "python train.py"
+    return f"torchrun --standalone --nproc-per-node {processes} train.py"
+
+
 def _plain_head(plan: Plan, cell: Cell) -> str:
     alone = plan.framework != "torch" or plan.workers == 1
-    start = "python train.py" if alone else f"torchrun --nproc-per-node {plan.workers} train.py"
+    start = _start(1 if alone else plan.workers)
     words = "PyTorch" if plan.framework == "torch" else "TensorFlow"
     lines = [
         f'"""{_title(plan)}',
@@ -245,7 +251,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
             raise _refused(flag, "remove the option, or remove --plain")
     if plan.framework != (framework_of(source) or plan.framework):
         raise _refused(
-            "a cell that uses another framework than the job",
+            "a cell that does not use the framework of the job",
             f"use --framework {framework_of(source)}",
         )
 

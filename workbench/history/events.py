@@ -266,7 +266,8 @@ def _change_words(event: Healed) -> str:
     continued after 9 ms`.
     """
     if isinstance(event, Shed):
-        return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
+        shares = " + ".join(map(str, event.shares))
+        return f"from step {event.step} on, the shares of the batch are {shares} samples"
     ranks = f"rank{'s' if len(event.ranks) > 1 else ''} {', '.join(map(str, event.ranks))}"
     who = ranks if event.ranks else "a server"
     did = {

@@ -43,9 +43,9 @@ def moved() -> str:
     if root == wanted:
         return ""
     return (
-        f"Runs are saved in {root}, because {wanted} cannot be written. The system may empty this "
-        f"temporary folder. To keep runs, set {HOME_VARIABLE} to a folder of your own, and restart "
-        "the kernel."
+        f"Runs are saved in {root}, because Workbench cannot write to {wanted}. The system may "
+        f"delete the files in this temporary folder. To keep runs, set {HOME_VARIABLE} to a folder "
+        "of your own, and restart the kernel."
     )
 
 

@@ -561,8 +561,8 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if name in COLUMNS:
                 self.story.fold(
                     Noted(
-                        text=f"wb.log cannot use the name `{name}`, because the history has this "
-                        "column already"
+                        text=f"wb.log cannot use the name `{name}`, because the history already "
+                        "has a column with this name"
                     ),
                     t_s,
                 )
@@ -606,8 +606,8 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     if meta and row_bytes != RECORD.itemsize:
         raise RunError(
             "The run was saved by another version of Workbench, in another format.",
-            seen=f"rows of {row_bytes or 'unknown'} bytes",
-            allowed=f"{RECORD.itemsize} bytes",
+            seen=f"records with rows of {row_bytes or 'unknown'} bytes",
+            allowed=f"records with rows of {RECORD.itemsize} bytes",
             next_step="load the run with the version of Workbench that saved it",
             code="WB-RUN-039",
         )

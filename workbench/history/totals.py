@@ -322,8 +322,8 @@ class LossWatch:
         if self._never:
             return (
                 f"The loss has been NaN (not a number) since the first step (step {self.step}), so "
-                "the model learns nothing. Look for NaN in the data, and for a loss that does not "
-                "fit the model's output. Training continues."
+                "the model learns nothing. Look for NaN in the data, and check that the loss "
+                "function fits the model's output. Training continues."
             )
         return (
             f"The loss has been NaN or infinite since step {self.step}, so the model no longer "

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "compare", "jobs", "follow", "control")
 _STATUS = """
-Exit status: 0 success; 1 the run failed, or a condition is true; 2 an argument is wrong, or
-something could not be checked; 130 interrupted."""
+Exit status: 0 success; 1 the run failed, or a --fail-if condition is true; 2 an argument is wrong,
+or something could not be checked; 130 the command was interrupted."""
 
 
 def add_job_commands(commands: Any) -> None:
@@ -61,9 +61,10 @@ def add_job_commands(commands: Any) -> None:
         commands, "run", "run a job folder, a script or a cell on this machine, and record it"
     )
     add_run_arguments(run)
-    compare = _command(commands, "compare", "compare each run with the first one (also in CI)")
+    compare = _command(commands, "compare", "compare each run with the first run (also in CI)")
     compare.add_argument("places", nargs="+", metavar="PLACE",
-        help="a run folder, a job folder (its newest run), or a folder of run.save")  # fmt: skip
+        help="a run folder, a job folder (its newest run), or a folder that run.save "
+             "wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
         help='"samples_per_s < 0.95" tests the ratio to the first run; "loss > 0.5 abs" tests '
              "the value itself")  # fmt: skip

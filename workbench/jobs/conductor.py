@@ -73,8 +73,8 @@ EVENTS = "events-rankjob.jsonl"
 """Stream name of the conductor; it is read like those of the ranks."""
 TURN_S = 0.1
 DIED = (
-    "the platform's log says how the run ended (out of memory, time limit, a lost host); with "
-    "--checkpoint, a job that is started again continues from its checkpoint"
+    "look for the reason in the platform's log (out of memory, time limit, lost host); with "
+    "--checkpoint, a restarted job continues from its checkpoint"
 )
 WORDS_S = 1.0
 """Time after a process's end during which its last message can still arrive."""
@@ -450,7 +450,7 @@ class Conductor:
         if error is None and "script" not in self._job:
             error = outcome_error(run, task.outcomes)
         elif error is None and not any(one.trained for one in task.outcomes.values()):
-            run.note("Nothing was recorded: the script trained nothing that Workbench records.")
+            run.note("Nothing was recorded: Workbench found no training that it can record.")
         for text in outcome_notes(task.outcomes):
             run.note(text)
         run.finish(error)

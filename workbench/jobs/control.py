@@ -164,7 +164,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
-            raise _unsafe(path, "it is a symbolic link") from None
+            raise _unsafe(path, "its file is a symbolic link") from None
         raise RunError(
             "You cannot control this run, because your user cannot read the run's key "
             f"({error.strerror}).",
@@ -175,11 +175,11 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
-            raise _unsafe(path, "it is not a regular file")
+            raise _unsafe(path, "its file is not a regular file")
         if about.st_uid != os.getuid():
-            raise _unsafe(path, "it belongs to another user")
+            raise _unsafe(path, "its file belongs to another user")
         if about.st_mode & 0o077:
-            raise _unsafe(path, "other users can read or write it")
+            raise _unsafe(path, "other users can read or write its file")
         text = os.read(handle, 4 * KEY_BYTES)
     finally:
         os.close(handle)
@@ -220,7 +220,8 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
         raise RunError(
             f"The order cannot be written into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
-            next_step="send the order as the user who started the job, and free some disk space",
+            next_step="send the order as the user who started the job; if the disk has no space, "
+            "delete some files",
             code="WB-RUN-111",
         ) from error
 

@@ -319,6 +319,8 @@ def follow(
 ) -> FollowedJob:
     """Follow the run at a place from its first step; return it.
 
+    If this process follows the run already, the same object is returned.
+
     Args:
         place: A job's folder or a run's, `ssh://host/dir`, or a command whose standard output has
             marked lines (`kubectl logs -f POD`).
@@ -332,13 +334,29 @@ def follow(
     """
     found = open_place(place, control=control)
     try:
-        run = FollowedJob(found, _await_meta(found, wait_s, gone), gone)
+        meta = _await_meta(found, wait_s, gone)
+        if control is None and (known := _followed(found, meta)) is not None:
+            found.close()
+            return known
+        run = FollowedJob(found, meta, gone)
     except BaseException:
         found.close()
         raise
     registry.runs.add(run)
     run.begin_to_follow()
     return run
+
+
+def _followed(place: Place, meta: Mapping[str, Any]) -> FollowedJob | None:
+    """Return the object that follows this run already, unless it was closed or lost the run."""
+    state = meta.get("state")
+    for run in registry.runs.values():
+        same = isinstance(run, FollowedJob) and (
+            (run.place.where, run.began) == (place.where, float(meta["began"]))
+        )
+        if same and (not run.over.is_set() or run.state == state in OVER):
+            return run  # type: ignore[return-value]  # checked in `same`
+    return None
 
 
 def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> dict[str, Any]:
@@ -368,7 +386,8 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
                 seen=f"{place.where}, for {wait_s:g} s"
                 + (f": {place.problem}" if place.problem else ""),
                 allowed="a job that has started, or a run's folder",
-                next_step="wait while the job is queued: wb.follow(place, wait_s=None)",
+                next_step="if the job is queued, wait without a time limit: wb.follow(place, "
+                "wait_s=None)",
                 code="WB-RUN-104",
             )
         time.sleep(LOOK_S)
@@ -379,7 +398,7 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
 
     seen = ""
     if meta.get(disk.ROW_BYTES) != RECORD.itemsize:
-        seen = f"rows of {meta.get(disk.ROW_BYTES)} bytes"
+        seen = f"records with rows of {meta.get(disk.ROW_BYTES)} bytes"
     try:
         Plan.from_wire(meta["plan"])
         _ = str(meta["name"]), [int(engine) for engine in meta["ranks"]], float(meta["began"])
@@ -389,7 +408,7 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
         raise RunError(
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
-            allowed=f"rows of {RECORD.itemsize} bytes",
+            allowed=f"records with rows of {RECORD.itemsize} bytes",
             next_step="install the wheel that is in the job's folder (this is the job's version of "
             "Workbench), then follow the job again",
             code="WB-RUN-105",

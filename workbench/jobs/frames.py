@@ -489,7 +489,7 @@ class Process:
     def write(self, data: bytes) -> None:
         """Write all data, or raise OSError."""
         if os.write(self._in[0], data) < len(data):
-            raise BlockingIOError("the connection does not take data")
+            raise BlockingIOError("the connection accepts no more data")
 
     def wait(self, wait_s: float) -> None:
         """Wait until there is something to read."""

@@ -90,18 +90,18 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help="number of processes (default 1; a job folder has its own number)",
+        help="number of processes (default 1; not with a job folder, which has its own number)",
     )
     add(
         "--strategy",
         metavar="LINE",
-        help="the file is a cell; LINE is the text after %%%%distributed",
+        help="the file contains a cell; LINE is the text after %%%%distributed",
     )
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for records, or a cell's job folder (default workbench-runs/NAME)",
+        help="folder for a script's records or for a cell's job (default workbench-runs/NAME)",
     )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
@@ -188,7 +188,7 @@ def _checked(given: argparse.Namespace) -> Path:
     too_many = [flag for flag, value in flags.items() if value is not None]
     if is_folder and too_many:
         raise PlanError(
-            "A job folder has its own settings and keeps its own records.",
+            "These flags do not work with a job folder, which has its own settings and records.",
             seen=" ".join(too_many),
             allowed=f"workbench run {shlex.quote(given.what)}",
             next_step="write a new job folder from a run with other settings: run.to_job(DIR)",

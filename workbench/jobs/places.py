@@ -170,7 +170,8 @@ def nowhere(place: str, jobs: Sequence[str] = ()) -> RunError:
         folders_there = (one.name for one in itertools.islice(entries, 1000) if one.is_dir())
         beside = [one for one in folders_there if not found(os.path.join(above, one), "")[1]]
     allowed = (
-        f"a run folder or a job folder; in {above}: {', '.join(sorted(beside)[:20]) or 'none'}"
+        f"a run folder or a job folder; {above} contains: "
+        f"{', '.join(sorted(beside)[:20]) or 'none'}"
     )
     allowed += f"; a submitted job: {', '.join(jobs[-20:])}" if jobs else ""
     guess = nearest(os.path.basename(path), [*beside, *jobs])
@@ -275,7 +276,7 @@ class _Streamed:
             except OSError as error:
                 self._give_up(f"The copy (mirror) of the run cannot be written: {error.strerror}.")
             if self._mirror.full:
-                self._give_up("The copy (mirror) of the run is full and takes no more data.")
+                self._give_up("The copy (mirror) of the run has reached its maximum size.")
             if process.ended and not self._waiting and not self.over:
                 words = process.close()
                 self._process = None
@@ -446,7 +447,7 @@ class SshPlace(_Streamed):
         return RunError(
             f"Workbench does not know whether the order reached the run: {why}.",
             seen=self.where,
-            next_step="try again when Workbench has connected again, which it does automatically",
+            next_step="wait until Workbench has connected again (automatically), then try again",
             code="WB-RUN-115",
         )
 
@@ -463,10 +464,10 @@ def _address(place: str) -> tuple[list[str], str]:
     match = _ADDRESS.fullmatch(place)
     if match is None or not 0 < int(match[3] or 22) < 1 << 16 or "\0" in unquote(match[4]):
         raise PlanError(
-            "This is not an address that can be followed over ssh.",
+            "This is not a valid address of a folder on an ssh host.",
             seen=place,
             allowed="ssh://[user@]host[:port]/folder with an absolute path",
-            next_step="put other settings of the host into ~/.ssh/config, under a host name",
+            next_step="put other settings into ~/.ssh/config, and use the host name from this file",
             code="WB-PLAN-240",
         )
     user, host, port, folder = match.groups()
@@ -511,7 +512,7 @@ class LinesPlace(_Streamed):
         if not isinstance(header, dict):
             return
         if self._about and header.get("id") != self._about.get("id"):
-            return self._give_up("The job began another run. Follow the job again.")
+            return self._give_up("The job has started another run. Follow the job again.")
         self._about = header
 
     def _other(self, line: bytes) -> None:
@@ -539,7 +540,7 @@ class LinesPlace(_Streamed):
             fresh.replace(path)
 
     def _ended(self, words: str, code: int) -> None:
-        words += "" if self._tells else "; the command's output has no marked lines of Workbench"
+        words += "" if self._tells else "; the command's output has no records of a run"
         if code == 0 and self._tries >= FRUITLESS:
             return self._give_up(f"{self.where} ended without new data: {words}")
         self._wait_to_start(words)
@@ -548,13 +549,12 @@ class LinesPlace(_Streamed):
         """Let another command deliver an order to the run."""
         if not self._control:
             raise RunError(
-                "A run that is followed only through its output cannot be stopped or paused, and "
-                "takes no faults.",
+                "Workbench has only the output of this run, so it cannot stop or pause the run or "
+                "inject faults.",
                 seen=self.where,
                 allowed="a command for the output (kubectl logs -f) and a command for orders "
                 "(kubectl exec)",
-                next_step="also give a command that sends these orders: wb.follow(..., "
-                "control=[...])",
+                next_step="give a second command for the orders: wb.follow(..., control=[...])",
                 code="WB-RUN-118",
             )
         folder = self._about.get("dir")

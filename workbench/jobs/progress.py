@@ -192,7 +192,8 @@ class KubeflowProgress:
     def _post(self, status: dict[str, Any]) -> None:
         if urlsplit(self._url).scheme != "https":
             raise RunError(
-                f"{URL} is not an https address, so the token is not sent.", code="WB-RUN-123"
+                f"{URL} is not an https address, so Workbench does not send the token.",
+                code="WB-RUN-123",
             )
         request = urllib.request.Request(
             self._url,

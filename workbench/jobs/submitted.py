@@ -419,7 +419,10 @@ class Jobs(Mapping[str, Submitted]):
             last = JobState(**data["last"]) if data["last"] else None
             name, cancelled = str(data["name"]), bool(data["cancelled"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            return f"{path} is damaged and ignored: {type(error).__name__} {str(error)[:100]}."
+            return (
+                f"{path} is damaged, so Workbench ignores it: {type(error).__name__} "
+                f"{str(error)[:100]}."
+            )
         return self._made(file, ticket, name, last=last, cancelled=cancelled)
 
     def _named(self) -> dict[str, Submitted]:

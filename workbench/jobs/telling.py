@@ -36,14 +36,14 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "the run's name; if an earlier place has a run of the same name, with a number, as in "
-    "`train (2)`",
+    "run": "the run's name; if an earlier place has a run of the same name, Workbench adds a "
+    "number: `train (2)`",
     "name": "the run's name without this number",
     "place": "the place as you wrote it",
     "folder": "the run folder that was read",
     "strategy": "the name of the strategy",
     "framework": "`torch` or `tensorflow`",
-    "state": "`finished`, `stopped` or `failed`; before the end of the run `running` or another "
+    "state": "`finished`, `stopped` or `failed`; if the run has not ended, `running` or another "
     "state",
     "error": "the error of a failed run",
     "seed": "the run's seed, if you gave one",

@@ -85,7 +85,7 @@ class Check:
         if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
-                f"run all cells above exercise {self.number} in order, then its cell",
+                f"run all cells above exercise {self.number} in order, then the exercise's cell",
             )
         value = unpack(found["value"])
         if value is None or value is Ellipsis:
@@ -410,7 +410,7 @@ class RunFacts:
             RunError: It has not finished.
         """
         if self._figures is None:
-            raise RunError(f"Run {self.name} has no figures.", seen=self.state, code="WB-RUN-050")
+            raise RunError(f"Run {self.name} has no results.", seen=self.state, code="WB-RUN-050")
         return self._figures
 
     def weights(self) -> Mapping[str, NDArray[Any]]:

@@ -317,7 +317,7 @@ def _pieces(text: str) -> list[Piece]:
             cells = [one for one in found if one.kind != "text"]
             if not cells:
                 raise PlanError(
-                    "A lesson must come after the first cell of its lab.",
+                    "A `lesson` block must come after the first code cell of its lab.",
                     seen=piece[0],
                     code="WB-PLAN-052",
                 )
@@ -364,7 +364,7 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
                 seen=f"```python{block[1]}",
                 allowed="`unseen` or `lesson` without a number; `exercise`, `solution`, `right`, "
                 "`wrong` or `check` with the exercise's number. The block `exercise` comes first; "
-                "it can end with points=N",
+                "its first line can end with points=N",
                 code="WB-PLAN-053",
             )
     if prose := text[at:].strip():

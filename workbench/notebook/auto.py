@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ..errors import PlanError, RunError, WorkbenchError
 from ..execution.outcome import is_refusal, outcome_behind
 from ..execution.paused import attend, attending
 from ..execution.stop import ending
-from ..prediction.choose import Candidate, Race, candidates
+from ..prediction.choose import Candidate, Race, Row, candidates
 from ..prediction.probe import LEAST_STEPS
 from ..shared.faults import ON_LINKS, lasting
 from ..shared.flags.several import memory_of
@@ -163,8 +163,8 @@ class Chooser:
         found = race.choose()
         if found.winner is None:
             raise PlanError(
-                "No strategy remains for the training.",
-                seen="; ".join(f"{row.candidate.name}: {row.why}" for row in found.rows)[:600],
+                "No strategy can be used for this training.",
+                seen=reasons(found.rows),
                 next_step=_way_out(self._request),
                 code="WB-PLAN-316",
             )
@@ -304,6 +304,14 @@ def _brief(error: WorkbenchError) -> str:
     outcome = outcome_behind(error)
     text = outcome.evalue if outcome is not None else str(getattr(error, "what", error))
     return text.strip().partition("\n")[0].rstrip(".")
+
+
+def reasons(rows: Sequence[Row]) -> str:
+    """Return why each candidate is left out; candidates with one reason stand together."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row.why, []).append(row.candidate.name)
+    return "; ".join(f"{', '.join(held)}: {why}" for why, held in names.items())
 
 
 def _way_out(request: RunRequest) -> str:

@@ -333,8 +333,8 @@ class Calibration:
             f"Workbench trained a small network under `mirrored` on {workers} workers and delayed "
             f"worker 1 by {self.injected_ms:.0f} ms in each step. The table shows the {self.steps} "
             f"steps after the first {SETTLE}.",
-            "The table shows the sync wait of the other workers: the median ± half the distance "
-            "between the quartiles. "
+            "The sync wait of the other workers is a median ± half the distance between the "
+            "quartiles. "
             f"The error is the median minus the injected delay: {self.error_ms:+.1f} ms.",
         )
 

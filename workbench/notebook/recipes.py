@@ -42,7 +42,7 @@ class Recipes(Mapping[str, Recipe]):
             raise PlanError(
                 "Another function is already registered under this name.",
                 seen=made.name,
-                allowed=f"a name that is not in use; {known[0].function}() has this name",
+                allowed=f"another name, because {known[0].function}() already has this name",
                 next_step=f"@wb.recipe(name=...), or wb.recipes.forget({made.name!r}) first",
                 code="WB-PLAN-111",
             )

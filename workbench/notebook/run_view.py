@@ -53,7 +53,7 @@ class _Pump:
             try:
                 self._draw()
             except Exception:  # what follows may be drawn again
-                log.exception("A frame could not be drawn")
+                log.exception("A frame of the live view could not be drawn")
             self._cpu_s += time.thread_time() - before
 
     @property
@@ -90,7 +90,9 @@ def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
         log.exception("Outputs could not be drawn")
         if final:
             with contextlib.suppress(Exception):
-                sys.stderr.write(f"note: the output could not be drawn ({error!r})\n")
+                sys.stderr.write(
+                    f"note: the output is shown as plain text; the view failed ({error!r})\n"
+                )
                 sys.stdout.write(task.board.text() + "\n")
 
 

@@ -220,7 +220,7 @@ class Session:
     def _refuse_training_flags(line: RunRequest) -> None:
         if given := line.training_flags:
             raise PlanError(
-                "These flags need a strategy, but the line names none.",
+                "These flags need a strategy, but the line names no strategy.",
                 seen=", ".join(given),
                 next_step="add a strategy: %%distributed mirrored ...",
                 code="WB-PLAN-129",

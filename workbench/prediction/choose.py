@@ -232,7 +232,10 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         differs = [name for name, value in entry.exact_with if settings.get(name) != value]
         if given.issuperset(differs):
             return ""
-    return "its final weights differ from one device's weights (allowed with --allow-stale)"
+    return (
+        "its final weights differ from the weights of a run on one device (allowed with "
+        "--allow-stale)"
+    )
 
 
 @dataclass

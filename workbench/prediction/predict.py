@@ -273,7 +273,7 @@ def target_setting(
         whole["overlap"] = bool((options or {})["overlap"])
     if compresses(base) and whole.get("compress", "none") != base.setting.options["compress"]:
         raise PlanError(
-            "The messages of the run include the time to compress the gradients, so Workbench "
+            "In this run, message times include the time to compress the gradients. So Workbench "
             "cannot predict a run with another compression from this run.",
             seen=f"compress={base.setting.options['compress']}, then {entry.name} with "
             f"compress={whole.get('compress', 'none')}",
@@ -479,7 +479,7 @@ class Knows:
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
-                f"All runs had the same size: {base.samples:g} samples per worker. The prediction "
+                f"All runs had {base.samples:g} samples per worker and step. The prediction "
                 f"assumes that 0 to {MOST_FIXED:.0%} of the computation time does not depend on "
                 "the number of samples. A run with another --batch-size measures this fixed part: "
                 "wb.predict([run, other], ...)."
@@ -495,14 +495,14 @@ class Knows:
             if not known:
                 found.append(
                     "All measured messages had the same size, so the fixed cost of a message and "
-                    "the cost of its bytes cannot be separated. The interval covers all "
-                    "possibilities. Give link= and latency=, or a second run with messages of "
-                    "another size (-o compress=fp16)."
+                    "the cost of its bytes cannot be separated. The interval takes all possible "
+                    "values of the two costs into account. Give link= and latency=, or a second "
+                    "run with messages of another size (-o compress=fp16)."
                 )
         if self.fitted is None and link is not None and most > 1:
             found.append(
-                "The runs sent no messages, so the prediction counts only the time that "
-                "the link needs."
+                "The runs sent no messages, so the predicted time of a message is only its "
+                "time on the link."
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(

@@ -30,7 +30,7 @@ LEAST_STEPS = 20
 NOT_PREDICTED = {
     "hybrid": "Workbench does not know how one more worker changes the pipelines' stages",
     "tensor_parallel": "Workbench does not know how more workers divide a layer's computation",
-    "tpu": "Workbench does not know how the compiler changes a step for more cores",
+    "tpu": "Workbench does not know how the compiler changes a step for more TPU cores",
 }
 
 
@@ -222,7 +222,7 @@ def check_predicted(entry: Strategy) -> None:
     """Raise PlanError if a strategy cannot be simulated."""
     why = NOT_PREDICTED.get(entry.name)
     if entry.framework != "torch":
-        why = why or "TensorFlow's own collectives do not report their bytes"
+        why = why or "TensorFlow's own collectives do not report how many bytes they send"
     if why:
         raise PlanError(
             f"Strategy {entry.name} cannot be predicted: {why}.",
@@ -240,8 +240,8 @@ def _check_whole(run: RunData) -> None:
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
-            "Faults or the number of workers changed during the run, so one prediction cannot use "
-            "all its steps.",
+            "Faults or the number of workers changed during the run, so a prediction cannot use "
+            "all steps of the run.",
             seen="faults were injected or changed during the run"
             if changed
             else ("workers left or joined during the run"),

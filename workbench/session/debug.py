@@ -183,8 +183,8 @@ class PostMortem:
         if not found:
             raise RunError(
                 f"Rank {engine} has no traceback to inspect.",
-                allowed="a rank whose last cell raised an error; after an interrupt there "
-                "is no traceback, and the next cell or %cluster free deletes the traceback",
+                allowed="a rank on which the last cell raised an error; an interrupt leaves no "
+                "traceback; the next cell and %cluster free delete the traceback",
                 next_step="%cluster debug without a number opens the rank that failed first",
                 code="WB-RUN-076",
             )

@@ -131,8 +131,8 @@ class Keeping:
             self._unwritten = why
             log.warning(
                 "The cluster's folder cannot be written: %s (%s). Cells and runs continue, but "
-                "`workbench ps` and `%%cluster attach` may not find them. If no space "
-                "remains on this disk, delete files there.",
+                "`workbench ps` and `%%cluster attach` may not find them. If the "
+                "disk of the cluster's folder is full, delete some files on this disk.",
                 why,
                 self._cluster.engine_set.folder(),
             )

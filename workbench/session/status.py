@@ -84,8 +84,8 @@ def notes(cluster: ClusterAccess) -> list[str]:
     count, said = rejected(cluster), []
     if count:
         said.append(
-            f"{count} messages or connections were refused because they had no valid key or were "
-            "sent twice. Another user of this machine or network may have sent them. See "
+            f"Workbench refused {count} messages or connections, because they had no valid key or "
+            "were sent twice. Another user of this machine or network may have sent them. See "
             "docs/security.md."
         )
     if (hosted := cluster.engine_set.hosted) is not None:

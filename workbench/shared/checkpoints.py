@@ -214,8 +214,8 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
     if all(name.startswith("rank-") for name in found):
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
-            f"wb.resume({one.path!r}, workers={workers}) continues without the "
-            "ranks' own random states"
+            f"wb.resume({one.path!r}, workers={workers}) continues, but does not "
+            "restore the random states of the ranks"
         )
     return "; ".join(ways) or (
         "there is no other intact checkpoint: start again with another --checkpoint DIR"

@@ -74,11 +74,11 @@ class Fault:
         """
         if self.kind in ON_LINKS and not links:
             raise PlanError(
-                "The faults `bandwidth` and `latency` need a strategy with its own links, but this "
-                "strategy has no links of its own.",
+                "The faults `bandwidth` and `latency` work only with strategies that send messages "
+                "over Workbench's own links.",
                 seen=self.text,
                 allowed="the faults `slow`, `jitter` and `kill`, with every strategy",
-                next_step="use a strategy with links of its own, for example mirrored in PyTorch",
+                next_step="use another strategy, for example mirrored in PyTorch",
                 code="WB-PLAN-038",
             )
         if self.rank is not None and not 0 <= self.rank < workers:

@@ -136,10 +136,10 @@ class Plan(RunSettings):
         if not alone and not self.entry.shares_gpu:
             gpus = len(set(on_gpus))
             raise PlanError(
-                f"Strategy {self.strategy} needs a whole GPU for each "
-                f"{'replica' if self.entry.one_engine else 'worker'}; a GPU cannot be shared.",
+                f"Strategy {self.strategy} needs a separate GPU for each "
+                f"{'replica' if self.entry.one_engine else 'worker'}.",
                 seen=f"{len(devices)} workers, {gpus} GPU{'s' if gpus > 1 else ''}",
-                allowed=f"up to {gpus} workers, or a strategy that can share GPUs: "
+                allowed=f"up to {gpus} workers, or a strategy in which workers can share a GPU: "
                 + ", ".join(one.name for one in catalog.strategies(self.framework)
                             if one.shares_gpu and one.max_workers is None),
                 next_step=f"use -n {gpus}, or %cluster start {len(devices)} --devices cpu",
@@ -387,7 +387,7 @@ def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in OVERRIDES:
             raise PlanError(
-                "A run has no override with this name.",
+                "A run has no argument with this name.",
                 seen=key,
                 allowed=", ".join(OVERRIDES),
                 code="WB-PLAN-086",
@@ -428,7 +428,7 @@ def _check_on_failure(
             else "its workers cannot be replaced"
         )  # fmt: skip
         raise PlanError(
-            f"Strategy {entry.name} cannot continue without a restart when a worker dies: {why}.",
+            f"A run of strategy {entry.name} cannot heal after a worker's death: {why}.",
             seen="--on-failure heal",
             allowed=f"`heal` under {able}; `stop`, `continue`, or `replace` with --checkpoint DIR",
             next_step="use --checkpoint DIR --on-failure replace",
@@ -437,8 +437,8 @@ def _check_on_failure(
     together = entry.copy_workers(settings, count) if on_failure == "heal" else 1
     if together == count > 1:
         raise PlanError(
-            f"Strategy {entry.name} cannot continue when a worker dies. All workers form one "
-            "pipeline, so no other worker holds the same stage.",
+            f"This run of strategy {entry.name} cannot heal after a worker's death. All workers "
+            "form one pipeline, so no other worker has the same stage.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
             allowed="`heal` with two pipelines or more; `stop`; `replace` with --checkpoint DIR",
             next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
@@ -447,8 +447,8 @@ def _check_on_failure(
     for name, value in entry.unhealed_with if on_failure == "heal" else ():
         if settings[name] == value:
             raise PlanError(
-                f"With {name}={value}, strategy {entry.name} cannot continue without a restart "
-                "when a worker dies: one server may have counted a push that the other servers "
+                f"With {name}={value}, a run of strategy {entry.name} cannot heal after a "
+                "worker's death. One server may have counted a push that the other servers "
                 "never receive.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"`heal` without {name}={value}; `stop`; `replace` with --checkpoint DIR",

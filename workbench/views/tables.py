@@ -255,7 +255,7 @@ def summary_table(run: RunSummary) -> Table:
         *([Column("host", "left")] if elsewhere else []), Column("device", "left"),
         Column("samples/s"), Column("potential"),
         *(Column(PHASE_NAMES[part]) for part in PARTS), Column("median wait"),
-        *([Column("bubble"), Column("beyond ideal")] if run.split else []),
+        *([Column("bubble"), Column("above ideal")] if run.split else []),
         *([Column("memory")] if weighed else []),
     ]  # fmt: skip
     rows = [

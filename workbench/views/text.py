@@ -196,7 +196,7 @@ def drawing(snapshot: Snapshot) -> str:
     """Return the kernel's CPU share for drawing; empty if it was not measured."""
     if not math.isfinite(snapshot.plot_cpu):
         return ""
-    return f"drawing takes {snapshot.plot_cpu * 100:.1f} % of a core"
+    return f"drawing the dashboard takes {snapshot.plot_cpu * 100:.1f} % of a CPU core"
 
 
 def nothing_done(snapshot: Snapshot) -> bool:
@@ -412,7 +412,7 @@ def _table(snapshot: Snapshot) -> list[str]:
         for w in snapshot.workers
     ]  # fmt: skip
     if snapshot.split is not None:
-        head += ["bubble", "beyond ideal"]
+        head += ["bubble", "above ideal"]
         for row, worker in zip(rows, snapshot.workers, strict=True):
             row += bubble(worker, snapshot.split).words
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
@@ -448,12 +448,12 @@ class LineWriter:
         stream.flush()
 
 
-COLUMNS = ("stage", "worker", "layers", "parameters", "per microbatch", "sends on")
-NUMERIC = frozenset({"parameters", "per microbatch", "sends on"})
+COLUMNS = ("stage", "worker", "layers", "parameters", "per microbatch", "sends")
+NUMERIC = frozenset({"parameters", "per microbatch", "sends"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, as a fraction of the step time without data wait"
+TITLE = "Pipeline bubble, as a fraction of the step time minus data wait"
 NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 
@@ -552,7 +552,12 @@ def sentences(split: Split) -> list[str]:
         if math.isfinite(stage.microbatch_s):
             text += f", {milliseconds(stage.microbatch_s * 1e3)} a microbatch"
         found.append(
-            text + (f", sends on {size(stage.handed_bytes)}." if stage.handed_bytes else ".")
+            text
+            + (
+                f", sends {size(stage.handed_bytes)} per microbatch to the next stage."
+                if stage.handed_bytes
+                else "."
+            )
         )
     more = len(split.stages) - len(found)
     return [*found, f"And {more} more stages."] if more else found

@@ -117,7 +117,7 @@ def test_interrupt_ends_an_expression_and_no_more(book):
 def test_nothing_to_debug_is_said(book):
     book.ok("%%distributed\n1 + 1")
     book.refused("%cluster debug", "WB-RUN-080", "breakpoint()")
-    book.refused("%cluster debug 7", "no such engine")
+    book.refused("%cluster debug 7", "WB-CLUSTER-006")
     book.ok("%%distributed --background\nbreakpoint() if rank == 0 else None")
     assert soon(paused)
     book.ok("%cluster debug 0 -c c")

@@ -456,7 +456,7 @@ class WarmParent:
         if self._process is not None and not self._stopped:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"its warm parent (pid {end.pid}): {end.text}"
+            parent = f"the warm parent (pid {end.pid}): {end.text}"
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))
@@ -503,8 +503,7 @@ class WarmParent:
             tail = "\n".join(lines[-LOG_TAIL_LINES:])
         return ClusterError(
             f"{what}\n{tail}".rstrip(),
-            next_step="run %cluster stop, then %cluster start; --launcher local needs no warm "
-            "parent",
+            next_step="run %cluster stop, then %cluster start",
             code="WB-CLUSTER-024",
         )
 
@@ -513,4 +512,4 @@ def _tell(callback: ExitCallback, end: Exit) -> None:
     try:
         callback(end)
     except Exception:  # an error in one listener must not stop the others
-        log.exception("A listener for the end of process %d failed", end.pid)
+        log.exception("A callback failed after the end of process %d", end.pid)

@@ -183,7 +183,7 @@ def _harmless_in_child(name: str) -> bool:
     if pid == 0:
         import_module(name)
         if trouble := fork_hazard():
-            sys.stderr.write(f"{name} is imported only after the engines start: {trouble}\n")
+            sys.stderr.write(f"{name} will be imported after the start of the engines: {trouble}\n")
             sys.stderr.flush()
         os._exit(1 if trouble else 0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

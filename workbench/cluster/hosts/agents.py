@@ -323,7 +323,7 @@ class Agents:
             self.refused += 1
             if len(self.turned_away) < TOLD_OF:
                 who = f"{facts.hostname} ({facts.address}, pid {facts.pid})"
-                self.turned_away.append(f"The cluster refused an agent on {who}: {why}.")
+                self.turned_away.append(f"The cluster refused Workbench's agent on {who}: {why}.")
             log.warning("Refused an agent on %s (%s): %s", facts.hostname, facts.address, why)
             self._send(identity, wire.End())
             return

@@ -297,9 +297,10 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
         raise PlanError(
             "The hosts have too few slots. Each engine needs one slot.",
             seen=f"{sum(slots)} slots for {engines} engines",
-            allowed=f"at least {engines} slots on all hosts together, or a host without `:SLOTS`",
-            next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"
-            f"{settings.on[0].slots + engines - sum(slots)}",
+            allowed=f"at least {engines} slots on all hosts together; a host without `:SLOTS` has "
+            "no limit",
+            next_step=f"%cluster start {sum(slots)}, or give more slots: --on "
+            f"{settings.on[0].name}:{settings.on[0].slots + engines - sum(slots)}",
             code="WB-PLAN-169",
         )
     if settings.nodes > engines:
@@ -347,7 +348,7 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
         tables = limits.read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
-            "The launchers' file cannot be read, so no engine is started.",
+            "The file with settings for launchers cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
             allowed="a TOML file with the tables [ssh], [slurm] and [mpi]",
             next_step=f"correct or remove the file, or set {VARIABLE} to another file",
@@ -435,9 +436,9 @@ def _word(one: Given) -> str:
     text = _text(one)
     if not _WORD.fullmatch(text):
         raise PlanError(
-            "This name of a partition or an account is not valid.",
+            "The name of the partition or account is not valid.",
             seen=one.shown,
-            allowed="letters and digits; inside the name also - _ . ,",
+            allowed="letters, digits and _; after the first character also - . , + @ : / =",
             next_step="`sinfo` lists partitions; `sacctmgr show user $USER` lists accounts",
             code="WB-PLAN-181",
         )
@@ -513,7 +514,7 @@ def _ports(one: Given) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})\s*-\s*([0-9]{1,5})", text)
     if not match or not 1024 <= int(match[1]) <= int(match[2]) < 1 << 16:
         raise PlanError(
-            "This is not a range of ports.",
+            "The value must be a range of ports.",
             seen=one.shown,
             allowed="FIRST-LAST: two port numbers from 1024 to 65535",
             next_step="--ports 20000-20100",
@@ -540,7 +541,7 @@ def _timeout(one: Given) -> float:
         raise PlanError(
             "The start timeout is invalid.",
             seen=one.shown,
-            allowed="90s, 10m, 2h, 1d, or seconds",
+            allowed="90s, 10m, 2h, 1d, or a number of seconds",
             next_step="--start-timeout 10m",
             code="WB-PLAN-174",
         )

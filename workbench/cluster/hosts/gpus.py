@@ -240,9 +240,9 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
     """Return an error about devices as one about a host's."""
     if isinstance(error, ClusterError):
         return ClusterError(
-            f"--devices asks for GPUs, but Workbench cannot use a GPU on {host.name}.",
+            f"--devices asks for GPUs, but Workbench cannot use any GPU on {host.name}.",
             seen=error.seen,
-            allowed="hosts with GPUs that the driver reports and CUDA_VISIBLE_DEVICES includes",
+            allowed="hosts with GPUs that the driver reports and CUDA_VISIBLE_DEVICES contains",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
@@ -251,7 +251,7 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         "GPU twice. Every host uses the GPUs with the numbers in --devices.",
         seen=error.seen,
         allowed=error.allowed,
-        next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove "
-        "--devices, so that Workbench chooses the GPUs",
+        next_step="use numbers that are allowed on every host, or remove --devices, so that "
+        "Workbench chooses the GPUs",
         code="WB-PLAN-187",
     )

@@ -118,7 +118,7 @@ def address_of(name: str) -> str:
         raise ClusterError(
             "This machine cannot resolve the host's name.",
             seen=f"{name}: {error}",
-            allowed="a name that this machine resolves, an address, or a host in ~/.ssh/config",
+            allowed="a name that this machine can resolve, an address, or a host in ~/.ssh/config",
             next_step=f"try `ssh {name}` in a terminal; if the host is behind a jump host, give "
             "the notebook's address with --listen",
             code="WB-CLUSTER-060",

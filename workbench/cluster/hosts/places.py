@@ -175,7 +175,8 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts cannot run cells, because they have other versions than the notebook.",
+                "The hosts cannot run cells, because they need the notebook's versions of Python, "
+                "Workbench and ipyparallel.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the notebook's versions on the hosts, or give another "
                 "interpreter: --launcher-option python=/path/to/python",

@@ -161,11 +161,11 @@ class Sbatch:
         """Return the job's state, in Slurm's words."""
         reason = self._about.get("Reason", "None")
         end = {
-            "TIMEOUT": f"its time limit of {self._about.get('TimeLimit', '?')} was reached",
-            "CANCELLED": "it was cancelled (scancel)",
-            "PREEMPTED": "another job needed its nodes",
-            "NODE_FAIL": "one of its nodes failed",
-            "OUT_OF_MEMORY": "it needed more memory than --mem allows",
+            "TIMEOUT": f"the job's time limit of {self._about.get('TimeLimit', '?')} was reached",
+            "CANCELLED": "the job was cancelled (scancel)",
+            "PREEMPTED": "another job needed this job's nodes",
+            "NODE_FAIL": "one of the job's nodes failed",
+            "OUT_OF_MEMORY": "the job needed more memory than --mem allows",
         }.get(self._state, f"reason {reason}" if reason != "None" else "")
         return self._state + (f": {end}" if end else "")
 

@@ -196,7 +196,7 @@ class LogAdded(Message):
 
 def _one(kind: type, buffers: Sequence[Buffer]) -> Buffer:
     if len(buffers) != 1:
-        raise BadMessageError(f"{kind.__name__} has one buffer")
+        raise BadMessageError(f"{kind.__name__} must have exactly one buffer")
     return bytes(buffers[0])
 
 

@@ -102,10 +102,10 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint does not belong to this cell, because the numbers of earlier steps "
-                "are different.",
-                seen=f"{self.context.trained} steps before this training, and {about['base']} "
-                "steps before the training of the checkpoint",
+                "The checkpoint does not belong to this cell, because the cell took a different "
+                "number of steps before this training.",
+                seen=f"{self.context.trained} steps in this cell, and {about['base']} steps in the "
+                "cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
                 code="WB-FIT-002",
             )
@@ -156,8 +156,9 @@ class Checkpoints:
     def _without_own(self, path: Path) -> str:
         rank = self.context.spec.rank
         return (
-            f"{path / f'rank-{rank}'} is missing, so the random states of rank {rank} are lost. "
-            "The run continues, but its result will differ from that of an uninterrupted run."
+            f"{path / f'rank-{rank}'} is missing, so the states of rank {rank}'s random number "
+            "generators are lost. The run continues, but its result will differ from that of an "
+            "uninterrupted run."
         )
 
     def tell(self) -> None:

@@ -323,7 +323,8 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     raise RunError(
         f"{name} cannot read an answer on this engine: {reason}.",
         seen=str(prompt),
-        next_step=f"call {name} in a cell of the notebook, then %push the value to the engines",
+        next_step=f"call {name} in a cell without %%distributed, then copy the value to the "
+        "engines with %push",
         code="WB-RUN-004",
     )
 

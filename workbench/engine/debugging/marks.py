@@ -148,7 +148,9 @@ def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
 def _code(function: Callable[..., Any]) -> CodeType:
     """Return a function's own code; a wrapper's code would match everything that it wraps."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        raise TypeError(f"{function!r} is not a plain function: put the mark below its decorators")
+        raise TypeError(
+            f"{function!r} is not a plain function: put this decorator below its other decorators"
+        )
     return function.__code__
 
 

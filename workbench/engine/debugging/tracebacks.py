@@ -301,8 +301,8 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the inner sizes {0} and {1} differ. In a `Linear` layer, the input has {0} features: "
-        "write nn.Linear({0}, ...), or put nn.Flatten() before this layer",
+        "the inner sizes {0} and {1} differ. If this is a `Linear` layer, its input has {0} "
+        "features: write nn.Linear({0}, ...), or put nn.Flatten() before this layer",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
@@ -406,9 +406,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
-        "use a smaller batch, or a strategy that spreads the model: model_split, central_storage. "
-        "TensorFlow keeps its GPU memory for later cells, so %cluster free returns no memory to "
-        "other programs. To return this memory, run %cluster restart",
+        "use a smaller batch, or a strategy that needs less GPU memory: model_split, "
+        "central_storage. TensorFlow keeps its GPU memory for later cells, so %cluster free "
+        "returns no memory to other programs. To return this memory, run %cluster restart",
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
@@ -539,14 +539,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED} is too small. Worker processes of a DataLoader store batches there. "
+        f"{SHARED} is too small for the batches of a DataLoader's worker processes. "
         "Use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
         f"{SHARED} (docker run --shm-size=2g)",
     ),
     (
         r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
-        "there are too many processes and threads: raise the container's pids limit (docker "
-        "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
+        "there are too many processes and threads: use fewer engines or num_workers=0, or raise "
+        "the limit (docker run --pids-limit=-1, ulimit -u)",
     ),
     (r"No space left on device|Disk quota exceeded", "delete some files, or use another folder"),
     (r"Address already in use|EADDRINUSE", "use another port, or port 0 for any port not in use"),

@@ -306,7 +306,7 @@ class ControlLink:
             events.Warned(
                 rank=run.spec.rank,
                 text=f"{steps} not measured: {recorder.trouble}. The recorded times "
-                f"show when the host began {'this step' if many == 1 else 'these steps'}.",
+                f"show when the CPU began {'this step' if many == 1 else 'these steps'}.",
             )
         )
 

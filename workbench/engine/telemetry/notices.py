@@ -58,7 +58,8 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
         raise PlanError(
             "`source` must be a path or a function.",
             seen=type(source).__name__,
-            allowed="the path of a file, or a function that returns None or the remaining seconds",
+            allowed="the path of a file, or a function that returns None, True, or the seconds "
+            "until this host ends",
             code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
@@ -105,9 +106,8 @@ class Watch:
                 found, text = None, f"{type(error).__name__}: {error}"
                 if text != told:
                     told = text
-                    os.write(
-                        2, f"wb.leave_when: a check failed ({text}); checks continue.\n".encode()
-                    )
+                    said = f"wb.leave_when: a check failed ({text}); Workbench checks again.\n"
+                    os.write(2, said.encode())
             if found is not None and found is not False:
                 self._hear(Notice(f"notice: {self._reason}", _seconds(found), host=True))
                 return

@@ -144,7 +144,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if batch_size is None:
         raise FitError(
             "batch_size is missing.",
-            allowed="a whole number: the samples of one step, on all workers",
+            allowed="a whole number: how many samples all workers together use in one step",
             next_step="pass batch_size=64",
             code="WB-FIT-034",
         )
@@ -230,7 +230,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
         FitError: Always.
     """
     raise FitError(
-        "In a TensorFlow loop of your own, wb.prepare does not take a loader.",
+        "In your own TensorFlow loop, wb.prepare does not accept a loader.",
         seen=type(loader).__name__,
         next_step="divide the data with strategy.experimental_distribute_dataset(data)",
         code="WB-FIT-041",

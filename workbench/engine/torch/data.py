@@ -286,7 +286,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if batch_size is None:
         raise FitError(
             "batch_size is missing.",
-            allowed="a whole number: the samples of one step, on all workers",
+            allowed="a whole number: how many samples all workers together use in one step",
             next_step="pass batch_size=64",
             code="WB-FIT-049",
         )
@@ -571,7 +571,7 @@ def labels(source: Source) -> NDArray[np.int64]:
         target = _fetched(source)
     else:
         raise FitError(
-            "The option `skew` cannot be used with a stream, whose samples have no index.",
+            "The option `skew` cannot be used with a stream, because its samples have no index.",
             seen=type(source).__name__,
             next_step="remove -o skew, or use a data set that supports data[i]",
             code="WB-FIT-057",

@@ -588,8 +588,8 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     raise ClusterError(
         "The arguments of init_process_group do not match this cell's process group.",
         seen=f"world_size={size}, rank={rank}",
-        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker, or neither "
-        "argument: both values are in the environment",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker, or a call "
+        "without world_size and rank: both values are in the environment",
         next_step="remove both arguments"
         if size == spec.world_size
         else f"remove both, or run the cell on {size} workers: %%distributed -n {size}",

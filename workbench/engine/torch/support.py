@@ -263,7 +263,7 @@ def build_module(model: Any) -> torch.nn.Module:
     if isinstance(built, torch.nn.parallel.DistributedDataParallel):
         raise FitError(
             "The model is already wrapped in DistributedDataParallel.",
-            next_step="pass model.module, or keep the wrapper and call wb.watch instead",
+            next_step="pass model.module, or record the wrapped model with wb.watch",
             code="WB-FIT-060",
         )
     if not any(parameter.requires_grad for parameter in built.parameters()):
@@ -306,7 +306,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 
     if isinstance(scheduler, ReduceLROnPlateau):
         raise FitError(
-            "ReduceLROnPlateau needs a measured value, so wb.fit cannot call its step().",
+            "wb.fit cannot call ReduceLROnPlateau.step(), which needs a metric such as the loss.",
             next_step="call the scheduler's step() in a callback: on_epoch_end(epoch, logs)",
             code="WB-FIT-064",
         )
@@ -561,7 +561,7 @@ def check_closure(optimizer: Any) -> None:
             "This optimizer needs a closure, because it computes the loss several times in one "
             "step. wb.fit computes the loss once.",
             seen=kind.__name__,
-            allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
+            allowed="an optimizer that needs no closure (SGD, Adam, AdamW, ...)",
             next_step="optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or your own loop with "
             "wb.prepare under %%distributed one_device",
             code="WB-FIT-046",

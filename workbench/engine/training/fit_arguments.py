@@ -333,8 +333,8 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
         context.emit(
             events.Warned(
                 rank=context.spec.rank,
-                text="The model was trained by an earlier run, so a comparison with this run is "
-                "unfair. Build the model in the cell that trains it.",
+                text="An earlier run has trained this model, so this run does not begin with new "
+                "weights, and comparisons are unfair. Build the model in the cell that trains it.",
                 topic=Topic.TRAINED_BEFORE,
             )
         )

@@ -218,7 +218,8 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed in {framework}: loops are recorded automatically.",
-            next_step="remove wb.watch; in strategy.run, the optimizer adds up the gradients",
+            next_step="remove wb.watch; in strategy.run, the optimizer sums the replicas' "
+            "gradients",
             code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")

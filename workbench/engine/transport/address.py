@@ -50,7 +50,7 @@ def address_in(spec: RunSpec) -> str:
     if spec.address:
         return spec.address
     raise ClusterError(
-        "The engine does not know its own address, to which other hosts must connect.",
+        "Other hosts must connect to this engine, but the engine has no address.",
         seen=spec.run_id,
         next_step="%cluster restart",
         code="WB-CLUSTER-074",

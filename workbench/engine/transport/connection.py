@@ -92,7 +92,7 @@ def ended(peer: str) -> LinkError:
     return LinkError(
         f"{felt}: {peer} has left the training loop, but this worker is still in it.",
         felt=felt,
-        next_step=f"read the error of {peer}. If there is no error, its loop was shorter: all "
+        next_step=f"read the error of {peer}. If there is no error, {peer} took fewer steps: all "
         "ranks must take the same number of steps",
         code="WB-RUN-021",
     )

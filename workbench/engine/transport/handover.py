@@ -31,7 +31,9 @@ LOOK_S = 0.05
 def called_off() -> LinkError:
     """Return the error of a donor if some receivers will not come."""
     felt = "Connection closed by peer"
-    return LinkError(f"{felt}: a worker ended while it was joining.", felt=felt, code="WB-RUN-136")
+    return LinkError(
+        f"{felt}: a worker ended while it was joining the run.", felt=felt, code="WB-RUN-136"
+    )
 
 
 class Donor:

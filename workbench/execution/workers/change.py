@@ -145,7 +145,7 @@ def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) ->
     one = done.workers == 1
     goes = f"{done.how}. {done.workers} worker{' continues' if one else 's continue'}"
     if not joined:
-        return f"{goes}. A new engine starts and takes over the rest of the dead worker's share."
+        return f"{goes}. A new engine starts and takes the remaining steps of the dead worker."
     lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
     return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
 

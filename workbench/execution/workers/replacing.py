@@ -133,8 +133,8 @@ class Replacing(Watching):
 def replaced_words(event: Replaced, who: str) -> str:
     """Return the note on the replaced worker and on the reason."""
     return (
-        f"For {event.slow_s:.0f} s, {who} took {event.ratio:.1f} times as long as the other "
-        f"workers for its share. A new engine replaces it from step {event.step} on."
+        f"For {event.slow_s:.0f} s, {who} was slow: it took {event.ratio:.1f} times as long as the "
+        f"other workers for its share. A new engine replaces it from step {event.step} on."
     )
 
 
@@ -155,7 +155,7 @@ def listener(
     if what == "replace" and healer is not None:
         return Replacing(run, send, healer, restart).hear
     if what == "replace":
-        run.note("No slow worker is replaced, because a job cannot start new engines.")
+        run.note("--on-straggler replace has no effect, because a job cannot start new engines.")
     if what == "shed":
         return Shedding(run, send, healer, tell).hear
     return lambda engine, message: None

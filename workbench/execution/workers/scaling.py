@@ -166,7 +166,7 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
     return RunError(
         "The engine cannot join the run.",
         seen=f"engine {engine}; engines {list(members)} take part",
-        allowed="an engine of the run that is not training now",
+        allowed="an engine that belongs to the run but is not training now",
         code="WB-RUN-142",
     )
 
@@ -174,9 +174,9 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
 def busy(target: int | None) -> RunError:
     """Return the error if another change of workers is in progress."""
     return RunError(
-        "The run's workers are already changing.",
+        "Workers are already joining or leaving this run.",
         seen="another change is in progress" if target is None else f"changing to {target} workers",
-        next_step="wait until the workers have joined or left; run.events shows when",
+        next_step="wait until run.events shows that the workers have joined or left",
         code="WB-RUN-145",
     )
 

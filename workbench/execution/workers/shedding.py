@@ -225,7 +225,7 @@ class Shedding(Watching):
         self._run.note(
             f"{self._called(pace)} takes {pace.ratio[pace.slowest]:.1f} times as long as the "
             "other workers, but the shares of this training cannot be changed. Shares can change "
-            "only if the cell uses wb.fit and its data has a length (`len(data)`)."
+            "only if the cell uses wb.fit and the data has a length (`len(data)`)."
         )
 
 
@@ -241,9 +241,9 @@ def shed_words(event: Shed, who: str, before: int) -> str:
     if not event.ranks:
         return f"No worker is slow any more. From step {event.step} on, all shares are equal again."
     return (
-        f"For {event.slow_s:.0f} s, {who} took {event.ratio:.1f} times as long as the other "
-        f"workers for its {before} samples. From step {event.step} on, the batch is divided as "
-        f"{batch}."
+        f"For {event.slow_s:.0f} s, {who} was slow: it took {event.ratio:.1f} times as long as the "
+        f"other workers for its {before} samples. From step {event.step} on, the batch is divided "
+        f"as {batch}."
     )
 
 

@@ -173,4 +173,4 @@ def watch(
 
 def halted_words(seconds: float) -> str:
     """Return the note on why a worker was ended."""
-    return f"was suspended (SIGSTOP) for {seconds:.1f} s, so it was killed"
+    return f"was suspended (SIGSTOP) for {seconds:.1f} s, so Workbench killed it"

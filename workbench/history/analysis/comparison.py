@@ -100,7 +100,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     if base is None and len(rows) > 1:
         notes = (
             *notes,
-            f"There is no speed-up, because no run has the strategy {BASELINE}. "
+            f"A speed-up cannot be computed, because no run has the strategy {BASELINE}. "
             f"Throughput is relative to {rows[0].name}.",
         )
     if base is not None:
@@ -140,10 +140,10 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
     if not any(row.samples_per_s.count for row in rows):
         return ""
     cut = [f"{row.warm_up} of {row.name}" for row in rows if row.warm_up]
-    out = f" (without the first steps: {', '.join(cut)})" if cut else " (no run needed one)"
+    out = f" (without the first steps: {', '.join(cut)})" if cut else " (no run needed warm-up)"
     return (
-        f"Rates and shares of the step time are measured after warm-up{out}. The column "
-        '"all steps" shows the samples per second with warm-up.'
+        f"Samples per second and the parts of the step time are measured after warm-up{out}. "
+        'The column "all steps" shows the samples per second including warm-up.'
     )
 
 

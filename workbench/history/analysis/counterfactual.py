@@ -200,7 +200,7 @@ def _shortest_wait(table: Table, k: int) -> Floats:
     if np.isnan(waits).any():
         raise RunError(
             "run.what_if cannot compute anything: the workers' sync wait was not measured.",
-            seen=f"no sync wait in {np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps",
+            seen=f"not measured in {np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps",
             next_step="run.history.unmeasured gives the reason",
             code="WB-RUN-047",
         )

@@ -342,7 +342,7 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     if not told_apart(fast, slow):
         return (
             f"It is not certain that {fastest.name} ({_interval(fast)}) and {other.name} "
-            f"({_interval(slow)}) differ. Train longer, or with more seeds."
+            f"({_interval(slow)}) differ in speed. Train longer, or with more seeds."
         )
     if ratio < EQUAL:
         return (
@@ -421,9 +421,9 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "The step time above which several workers are faster is an estimate. It assumes that the time "
-    "for compute and data grows with the batch, and that the time for waiting and communication "
-    "stays the same."
+    "Workbench estimates the batch with which several workers are faster. The estimate assumes "
+    "that the time for compute and data grows with the batch, and that the time for waiting and "
+    "communication stays the same."
 )
 
 
@@ -484,30 +484,30 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
         return _undivided(payoff, one, plan)
     if payoff.kind == "far":
         return (
-            f"{_IF_IT_GROWS} {plan.name} becomes faster than {one.name} only with a batch more "
-            f"than {FAR:.0f} times as large as the batch of these runs."
+            f"{_IF_IT_GROWS} {plan.name} is faster than {one.name} only if the batch is more than "
+            f"{FAR:.0f} times as large as in these runs."
         )
     return (
-        f"{_IF_IT_GROWS} {plan.name} is faster than {one.name} when a step of {one.name} takes "
-        f"longer than about {milliseconds(payoff.step_s)}, that is, with {_batch(payoff)}."
+        f"{_IF_IT_GROWS} {plan.name} is faster than {one.name} with {_batch(payoff)}. With such a "
+        f"batch, a step of {one.name} takes longer than about {milliseconds(payoff.step_s)}."
     )
 
 
-_IF_IT_GROWS = "If computing grows in proportion to the batch,"
+_IF_IT_GROWS = "If the compute time grows in proportion to the batch,"
 """The sentences hold only then, which runs with one batch cannot show."""
 
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"in a step, a worker computes and waits for data for {milliseconds(payoff.work_s)} "
-        f"(1/{plan.workers} of the batch), and {one.name} for {milliseconds(payoff.one_work_s)} "
-        "(the whole batch)"
+        f"In a step, each worker needs {milliseconds(payoff.work_s)} to compute and to wait for "
+        f"data (1/{plan.workers} of the batch), while {one.name} needs "
+        f"{milliseconds(payoff.one_work_s)} (the whole batch)"
     )
     why = "Perhaps most of this time does not depend on the batch."
     if share_cores(one, plan):
         why = "Either the workers share cores, or most of this time does not depend on the batch."
     return (
-        f"These runs do not show which batch would make {plan.name} faster than {one.name}: "
+        f"These runs do not show which batch would make {plan.name} faster than {one.name}. "
         f"{measured}. {why} Try a larger batch."
     )
 
@@ -521,7 +521,10 @@ def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
 
 def _batch(payoff: Payoff) -> str:
     samples = float(f"{payoff.samples:.2g}")
-    return f"more than about {samples:.0f} samples in a batch ({payoff.factor:.2g}x this batch)"
+    return (
+        f"more than about {samples:.0f} samples in a batch ({payoff.factor:.2g}x the batch of "
+        "these runs)"
+    )
 
 
 def _comparable(one: ComparisonRow, plan: ComparisonRow) -> bool:

@@ -225,7 +225,7 @@ def say(
                 raise
             raise ClusterError(
                 f"{program} does not answer.",
-                seen=f"{shlex.join(command[:3])} printed nothing for {limit_s:g} s",
+                seen=f"{shlex.join(command[:3])} did not end within {limit_s:g} s",
                 next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if this "
                 "command submits a job, first check whether the platform already has the job",
                 code="WB-CLUSTER-083",

@@ -153,7 +153,7 @@ class Local:
                     "the job was started on another machine, or before this machine was restarted"
                 )
                 return JobState("unknown", words, began, gone=True)
-            words = f"process {ticket.id} has ended without an exit code, so it was killed"
+            words = f"process {ticket.id} was killed: it ended without an exit code"
             return JobState("failed", words, began, stepped=has_stepped(ticket))
         code = left.get("code")
         if left.get("told"):
@@ -250,7 +250,7 @@ class Slurm:
                 "Slurm has no such partition.",
                 seen=wanted,
                 allowed=", ".join(sorted(partitions)) or "none: `sinfo` shows no partition",
-                next_step="choose one with partition=NAME; `sinfo` shows each partition's nodes",
+                next_step="choose a partition with partition=NAME; `sinfo` shows all partitions",
                 code="WB-CLUSTER-086",
             )
         kinds = partitions.get(wanted, [])
@@ -273,7 +273,7 @@ class Slurm:
                 code="WB-CLUSTER-087",
             )
         must(
-            ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse the job.",
+            ["sbatch", "--test-only", "job.sbatch"], "Slurm's test refused the job.",
             "run `sinfo` to see the partitions and their limits", cwd=folder,
         )  # fmt: skip
 
@@ -579,7 +579,7 @@ class Ssh:
         if word == "exit":
             return JobState("failed", f"exit code {code} {where}", stepped="stepped" in said)
         if word == "lost":
-            words = f"process {pid} {where} has ended without an exit code, so it was killed"
+            words = f"process {pid} {where} was killed: it ended without an exit code"
             return JobState("failed", words, stepped="stepped" in said)
         return JobState("unknown", f"{ticket.extra['dir']} is missing {where}", gone=word == "gone")
 

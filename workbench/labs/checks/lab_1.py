@@ -83,7 +83,7 @@ def mean(c: Check) -> None:
         len({round(value, 6) for value in found}) == 1,
         "all workers have the same mean",
         f"`mean` is not the same on all workers: {[round(value, 3) for value in found]}",
-        "each worker knows only its own `part`: with an all-reduce you can add up over all workers",
+        "each worker has only its own `part`: use an all-reduce to add up numbers of all workers",
     )
     parts = [rank + i for rank in range(len(found)) for i in range(rank**2 + 1)]
     truth = sum(parts) / len(parts)
@@ -141,11 +141,13 @@ def crossing(c: Check) -> None:
             f"crossing_s({n}, {c_s}) returned {found:.6g}. With this compute time, a step of {n} "
             f"workers takes {found / n + c_s:.6g} s and a step of one worker takes {found:.6g} s, "
             "but both steps must be equally long.",
-            "return the exact value, without rounding or a search"
+            "compute the exact value with a formula, and do not round the result"
             if close(found, c_s * n / (n - 1), _ROUNDED)
             else "use your result as T₁ in the formula T₁ / n + c_s: the formula must give your "
             "result again",
         )
     c.expect(
-        True, "with the time that `crossing_s` returns, n workers are as fast as one worker", ""
+        True,
+        "with the compute time that `crossing_s` returns, n workers are as fast as one worker",
+        "",
     )

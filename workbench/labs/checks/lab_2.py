@@ -63,11 +63,12 @@ def reduce_to_one(c: Check) -> None:
     c.need(
         not off or sorted(sent[shown]) != sorted(shown * NUMBER_BYTES * n for n in times),
         f"Worker {other} adds up the tensors and sends the sum, but worker 0 must do this.",
-        "the sum is right, but in this exercise all other workers must send to worker 0",
+        "the sum is right, but in this exercise all other workers must send their tensors to "
+        "worker 0",
     )
     c.expect(
         not off,
-        "worker 0 adds up and sends the sum, and each of the other workers sends once",
+        "worker 0 adds up the tensors and sends the sum, and each other worker sends once",
         f"with a tensor of {shown * NUMBER_BYTES} bytes, workers {_ranks(workers)} sent "
         f"{sent[shown]} bytes, which is not right for reduce to one",
         "every worker except worker 0 sends its tensor once, to worker 0. Worker 0 sends the sum "
@@ -155,7 +156,7 @@ def hierarchical(c: Check) -> None:
         for rank, worker in enumerate(found):
             sent = {int(to): size_bytes for to, size_bytes in worker[place][2].items()}
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
-    c.expect(True, "members send only to their leader, for any rank of the leader", "")
+    c.expect(True, "members send only to their leader, whatever the rank of the leader is", "")
     c.expect(True, "no leader sends more bytes to other leaders than allowed", "")
     matrices(c, "hierarchical", "receive into a tensor like `x`: torch.empty_like(x)", tried[:1])
 
@@ -168,16 +169,16 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
         others = [to for to in sent if to != mine[0]]
         c.need(
             not others,
-            f"With groups {groups}, worker {rank} sent to worker {others[0] if others else 0}, "
-            "which is not its leader.",
+            f"With groups {groups}, worker {rank} sent a message to worker "
+            f"{others[0] if others else 0}, which is not its leader.",
             "a worker that is not a leader sends only to the first rank of its own group",
         )
         return
     far = [to for to in sent if to not in mine and to not in leaders]
     c.need(
         not far,
-        f"With groups {groups}, worker {rank} sent to worker {far[0] if far else 0}, which is "
-        "in another group, but is not the leader of that group.",
+        f"With groups {groups}, worker {rank} sent a message to worker {far[0] if far else 0}, "
+        "which is in another group, but is not the leader of that group.",
         "only the leader of a group may send to the other members of this group",
     )
     across = sum(sent[to] for to in sent if to not in mine)
@@ -204,7 +205,11 @@ def crossing(c: Check) -> None:
             "set both formulas equal. Then move the terms with M to one side, and the terms with λ "
             "to the other side",
         )
-    c.expect(True, "with this size, reduce to one and the ring take the same time", "")
+    c.expect(
+        True,
+        "at the size that `crossing_bytes` returns, reduce to one and the ring take the same time",
+        "",
+    )
 
 
 @exercise("2.5", "Mirrored training by hand", where="the engines")
@@ -215,7 +220,7 @@ def train(c: Check) -> None:
     )
     c.need(
         all(all(one) for one in have),
-        "The engines do not have all of `train`, `loss_fn` and `Mail`.",
+        "At least one of `train`, `loss_fn` and `Mail` is missing on the engines.",
         "run the cells of sections 2 and 9 in order, then the cell of exercise 2.5",
     )
     c.need_all_engines()
@@ -251,7 +256,7 @@ def train(c: Check) -> None:
     off = float(np.abs(together[0] - alone).max())
     c.expect(
         off <= EXACT,
-        "the weights equal those of one device that takes whole batches",
+        "the weights equal those of one device that trains with whole batches",
         f"the weights of worker 0 differ by up to {off:.1g} from those of one device",
         "a worker's gradient is a mean over its own samples, so a share of 22 samples must count "
         "more than a share of 21",
@@ -273,8 +278,8 @@ def _shared_out(c: Check, counts: list[Any], whole: int) -> None:
         c.need(
             calls > 0,
             f"Worker {rank} never called `all_reduce`.",
-            "add up the gradients with the argument `all_reduce` of `train`. Later, this argument "
-            "is your ring",
+            "add up the gradients with the argument `all_reduce` of `train`. A later cell passes "
+            "your ring as this argument",
         )
 
 
@@ -387,7 +392,7 @@ def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = N
     whole = sum(10.0**rank for rank in range(len(found)))
     c.expect(
         all((np.asarray(one, dtype=float) == whole).all() for one in found),
-        "the function also adds up matrices in double precision, such as gradients",
+        "the function works for matrices of type float64 too, such as gradients",
         "if `x` is a matrix of type float64, the result is not the sum",
         hint,
     )
@@ -435,7 +440,7 @@ def _unlike(
         return words, hints[others_changed]
     at = int(np.flatnonzero(parts != whole)[0])
     value = parts[at]
-    words = f"{trial}: number {at} of worker {rank} is not the sum"
+    words = f"{trial}: the number at place {at} on worker {rank} is not the sum"
     digits = f"{value:.0f}".zfill(workers)[::-1]
     if np.isfinite(value) and value == round(value) and len(digits) == workers:
         parts_of = [f"{digit} times the part of worker {r}" for r, digit in enumerate(digits)]

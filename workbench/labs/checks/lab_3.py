@@ -36,15 +36,16 @@ def expect(c: Check) -> None:
     c.expect(
         bool(np.all(np.abs(step - work_ms.max()) <= SAME_MS)),
         "the length of the step is right",
-        f"`step_ms` is {_list(step)}, which is not the time of their step",
-        "the workers can average only when all three gradients are ready: when is that?",
+        f"`step_ms` is {_list(step)}, which is not the time of a step of these three workers",
+        "the workers can average only when all three gradients are ready: after how many "
+        "milliseconds is the last gradient ready?",
     )
     c.expect(
         bool(np.all(np.abs(wait - (work_ms.max() - work_ms)) <= SAME_MS)),
         "the waits are right",
-        f"`wait_ms` is {_list(wait)}, which are not the waits of these three workers",
-        "the time of a worker's own work plus its wait is the whole step, and the last worker does "
-        "not wait",
+        f"`wait_ms` is {_list(wait)}, but these are not the waits of the three workers",
+        "for each worker, the time of its own work plus its wait is the time of the whole step. "
+        "The last worker does not wait",
     )
 
 
@@ -97,7 +98,8 @@ def by_hand(c: Check) -> None:
         "the worker that was ready last does not wait",
         f"rank {last} was ready last, but its `wait_s` is {waits[last] * 1e3:.1f} ms: a worker "
         "that is ready last does not wait",
-        "all workers wait until the same time: which of the workers' times is this?",
+        "all workers wait until the same time. This time is the `ready_s` of one worker: which "
+        "worker?",
     )
     off = [r for r in range(len(ready)) if abs(waits[r] - truth[r]) > SAME_S and r != last]
     c.expect(
@@ -105,8 +107,8 @@ def by_hand(c: Check) -> None:
         "the other workers wait until the last worker is ready",
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
         "which is not the time until the last worker was ready",
-        "a wait ends when the last worker is ready. Do not measure how long the `dist.all_reduce` "
-        "takes, which includes its messages: subtract one `ready_s` from another"
+        "a wait ends when the last worker is ready. Do not measure how long `dist.all_reduce` "
+        "takes, because this time includes its messages: subtract one `ready_s` from another"
         if all(0 < waits[r] - truth[r] < _MESSAGES_S for r in off)
         else "all workers wait until the same time: find this time with one `dist.all_reduce`, and "
         "choose its `op`",
@@ -136,15 +138,16 @@ def blind(c: Check) -> None:
         "`culprit` is the slow worker",
         f"`culprit` is {culprit}, but worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a "
         "typical step, so it is not the slow worker",
-        "a worker that waits was ready early. For which worker do the others wait? The table of "
-        "blind.blame() has one column for each worker",
+        "a worker that waits was ready early. For which worker do the others wait? In the table of "
+        "blind.blame(), each column shows the waits for one worker",
     )
     found = c.array("potential", (workers,))
     right = all(close(a, b, SHARE) for a, b in zip(found, truth, strict=True))
     as_it_was = all(close(a, b, SHARE) for a, b in zip(found, actual, strict=True))
     c.need(
         right or not as_it_was,
-        f"`potential` is {_list(found)}. These are the measured speeds, which include the waits.",
+        f"`potential` is {_list(found)}. These are the actual speeds: you did not subtract the "
+        "waits.",
         "divide by the time in which the worker did not wait: subtract its waits from its steps",
     )
     c.expect(
@@ -157,7 +160,7 @@ def blind(c: Check) -> None:
     )
 
 
-@exercise("3.4", "How much of its time a worker waits")
+@exercise("3.4", "The fraction of time that a worker waits")
 def share(c: Check) -> None:
     """Call `waiting_share` with several numbers of workers, and compare its results."""
     for n in (1, 2, 3, 8, 1000):
@@ -192,8 +195,8 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. For the right time, a step with the "
-            f"slow worker is as long as a step without it. For {found:.4g} s it is not.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs {found:.4g} s, "
+            "a step with this worker and a step without it must be equally long, but they are not.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
             else "if the slow worker is left out, how large is the part of each of the other "
@@ -201,7 +204,8 @@ def keep(c: Check) -> None:
         )
     c.expect(
         True,
-        "if the slow worker needs this time, a step with it and a step without it are equally long",
+        "if the slow worker needs the returned time, a step with this worker and a step without it "
+        "are equally long",
         "",
     )
 

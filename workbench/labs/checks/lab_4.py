@@ -125,8 +125,8 @@ def central_step(c: Check) -> None:
     c.need(
         all(bool((w != 1).any()) for w in weights[0]),
         "The weights of worker 0 have not changed.",
-        "change `w` in place: `w -= ...` does this, but `w = w - ...` makes a new tensor that the "
-        "caller does not see",
+        "change `w` in place with `w -= ...`: `w = w - ...` makes a new tensor that the caller "
+        "does not see",
     )
     c.expect(
         all(np.array_equal(w, server, equal_nan=True)
@@ -206,8 +206,8 @@ def through_server(c: Check) -> None:
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
             f"For the run {name!r}, through_server returned {value:.6g} bytes, which is not right.",
-            "add up the rows of a single step: the server receives the gradients of all workers, "
-            "and sends the same number of bytes to the workers",
+            "add up `sent_bytes` of the rows of a single step: the server receives the gradients "
+            "of all workers, and sends the same number of bytes to the workers",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers
@@ -221,11 +221,11 @@ def through_server(c: Check) -> None:
         value = c.number_from("through_server", NamedRun(run.name, workers, sent_bytes))
         c.need(
             close(value, 2 * workers * sent_bytes, SHARE),
-            f"The check made a run with {workers} workers, each of which sends {sent_bytes:.6g} "
-            f"bytes in a step. For this run, through_server returned {value:.6g} bytes, which is "
-            "not right.",
-            "take all numbers from `run.history`: the number of its steps and workers, and the "
-            "bytes that each worker sends",
+            f"The check made a run in which each of {workers} workers sends {sent_bytes:.6g} bytes "
+            f"in a step. For this run, through_server returned {value:.6g} bytes, which is not "
+            "right.",
+            "take all numbers from `run.history`: the number of steps, the number of workers, and "
+            "the bytes that each worker sends",
         )
     c.expect(
         True, "`through_server` counts all bytes that the server receives and sends in one step", ""
@@ -259,16 +259,17 @@ def best_workers(c: Check) -> None:
             (n != round(best, 1) and (n != int(n) or abs(n - best) >= 1))
             or here_s <= min(less_s, more_s),
             f"{asked} returned {n:g}, which is a rounded number.",
-            "do not round: return the exact N with the shortest step, even if N is not whole",
+            "do not round: return the exact N with the shortest step, even if N is not a whole "
+            "number",
         )
         fewer = "fewer" if less_s < here_s else "more"
         c.need(
             here_s <= min(less_s, more_s),
             f"{asked} returned {n:.4g}, but with {fewer} workers a step is shorter.",
-            "T₁/N falls with N, and 2NM/B grows with N: at the best N, the derivative of the sum "
-            "is 0",
+            "if N grows, T₁/N becomes smaller and 2NM/B becomes larger: at the best N, the "
+            "derivative of their sum is 0",
         )
-    c.expect(True, "with fewer or more workers than this number, a step is longer", "")
+    c.expect(True, "with fewer or more workers than `best_workers` returns, a step is longer", "")
 
 
 @exercise("4.4", "The memory of each process")
@@ -379,8 +380,8 @@ def store(c: Check) -> None:
     c.expect(
         calls[0] == [*_KEYS] and not any(calls[1:]),
         "the updater runs once for each push, on worker 0 only",
-        f"{len(_KEYS)} pushes called the updater {', '.join(str(len(one)) for one in calls)} times "
-        f"on workers {', '.join(map(str, range(len(calls))))}",
+        f"in {len(_KEYS)} pushes, the updater ran {', '.join(str(len(one)) for one in calls)} "
+        f"times on workers {', '.join(map(str, range(len(calls))))}",
         "worker 0 must call the updater once in each push, and the other workers must never call "
         "it",
     )
@@ -400,7 +401,7 @@ def store(c: Check) -> None:
     c.expect(
         not keepers,
         "only worker 0 keeps the values",
-        f"worker {keepers[0] if keepers else 0} also keeps tensors of the values' shapes, but only "
-        "worker 0 may keep them",
+        f"worker {keepers[0] if keepers else 0} keeps the values, or tensors of the same shapes, "
+        "but only worker 0 may keep the values",
         "the other workers need no copy: `pull` gives them the server's value",
     )

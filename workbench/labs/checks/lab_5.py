@@ -85,23 +85,23 @@ def own_staleness(c: Check) -> None:
             "add up only the pushes of the other workers, without the pushes of worker i"
             if len(set(step_s)) == 1
             else "in t seconds, a worker with a step of 0.1 s makes t / 0.1 pushes: add up the "
-            "pushes of all other workers"
+            "pushes that the other workers make during one step of worker i"
         )
         c.need(
             math.isclose(found, truth, rel_tol=1e-6),
             f"own_staleness({i}, {step_s}) returned {found:.4g}, which is not right.",
             hint,
         )
-    c.expect(True, "the result is right for equal and for unequal workers", "")
+    c.expect(True, "the result is right for workers with equal and with different speeds", "")
     step_s = [0.5, 0.1, 0.3]
     shares = [1 / t / sum(1 / s for s in step_s) for t in step_s]
     mean = sum(share * c.number_from("own_staleness", i, step_s) for i, share in enumerate(shares))
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
-        "the mean over all pushes is the same for equal and for unequal workers",
-        "with your own_staleness, the mean over all pushes of three unequal workers is "
-        f"{mean:.3g}, but it must be the same as for three equal workers",
-        "the mean over all pushes does not depend on the workers' speeds",
+        "the mean staleness of all pushes is the same with equal and with different speeds",
+        "with your own_staleness, three workers with different speeds have a mean staleness of "
+        f"{mean:.3g}, but this mean must be the same as with equal speeds",
+        "the mean staleness of all pushes does not depend on the workers' speeds",
     )
 
 
@@ -125,7 +125,8 @@ def tight(c: Check) -> None:
     limit = (workers - 1) * (int(bound) + 1)
     if limit > 4:
         c.expect(
-            False, "", f"With max_staleness={bound} a push can have a staleness of {limit}.",
+            False, "", f"With max_staleness={bound} a push can have a staleness of {limit}, but no "
+            "push may have a staleness above 4.",
             "`max_staleness` is a number of steps, not of updates: solve (N - 1)(s + 1) = 4 for s",
         )  # fmt: skip
     else:
@@ -180,7 +181,7 @@ def _waits(c: Check, run: RunFacts) -> None:
     right = as_read(found_share, share, 3)
     c.need(
         right or not as_read(found_share, float((own_wait_s / own_s).mean()), 3),
-        f"`waited_share` is {found_share:.4g}. This is the mean of the steps' fractions.",
+        f"`waited_share` is {found_share:.4g}. This is the mean of the fractions of single steps.",
         "compute the fraction of the whole time: divide the sum of the waits by the sum of the "
         "steps",
     )
@@ -194,7 +195,7 @@ def _waits(c: Check, run: RunFacts) -> None:
     )
 
 
-@exercise("5.4", "A rate that depends on the age of a gradient")
+@exercise("5.4", "A learning rate that depends on the staleness")
 def aware(c: Check) -> None:
     """Check the learning rates, and the run that uses the option."""
     for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
@@ -202,11 +203,13 @@ def aware(c: Check) -> None:
         c.need(
             math.isclose(found, lr / max(1, stale), rel_tol=1e-6),
             f"rate_of_push({lr}, {stale}) returned {found:.4g}, which is not right.",
-            "a staleness of 2 halves the rate, and a staleness of 0 or 1 does not change the rate",
+            "a staleness of 2 halves the learning rate, and a staleness of 0 or 1 does not change "
+            "it",
         )
     c.expect(
         True,
-        "the rate is divided by the staleness, and a staleness of 0 or 1 does not change it",
+        "the learning rate is divided by the staleness, and a staleness of 0 or 1 does not change "
+        "it",
         "",
     )
     run = c.run("aware")
@@ -216,7 +219,8 @@ def aware(c: Check) -> None:
         "the run 'aware' applies every push with the full learning rate"
         if run.plan.strategy == "parameter_server"
         else f"the run 'aware' used {run.plan.strategy}, but it must use parameter_server",
-        "find the option of parameter_server that does this, and set it with -o name=true",
+        "find the option of parameter_server that divides the learning rate by the staleness, and "
+        "set this option with -o name=true",
     ):
         return
     c.need(
@@ -228,8 +232,8 @@ def aware(c: Check) -> None:
     loss = _by_time(run)[2]
     c.expect(
         bool(np.isfinite(loss).all()) and float(np.median(loss[-9:])) < float(np.median(loss[:9])),
-        "the loss of 'aware' falls, with the same learning rate as that of 'hot'",
-        "the loss of 'aware' does not fall",
+        "the loss of the run 'aware' falls, with the same learning rate as in the run 'hot'",
+        "the loss of the run 'aware' does not fall",
         "train the recipe of the run 'hot' without changes, with three equally fast workers",
     )
 

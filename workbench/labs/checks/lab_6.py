@@ -79,15 +79,15 @@ def workers_needed(c: Check) -> None:
         need = 16 * parameters
         c.need(
             count * limit_bytes >= need,
-            f"{asked} returned {count}, but this many workers do not have enough memory.",
-            "count all rows of the table in section 1, and round up to whole workers",
+            f"{asked} returned {count}, but {count} workers do not have enough memory.",
+            "add up all rows of the table in section 1, and round up to whole workers",
         )
         c.need(
             (count - 1) * limit_bytes < need,
             f"{asked} returned {count}, but fewer workers are enough.",
             "divide the bytes of all parameters by the bytes that one worker may use, and round up",
         )
-    c.expect(True, "`workers_needed` returns enough workers, and never more than are needed", "")
+    c.expect(True, "`workers_needed` returns the smallest number of workers with enough memory", "")
 
 
 @exercise("6.2", "One prediction for each image", where="the engines")
@@ -117,17 +117,18 @@ def right_cnn(c: Check) -> None:
         answer["shape"] == [5, 10],
         "each image of a batch gives one row of ten numbers",
         f"for 5 images, the result has the shape {tuple(answer['shape'])}",
-        "flatten each image separately: a row must hold all values of one image, and no others",
+        "flatten each image separately: a row must hold all values of one image, and no values "
+        "of other images",
     )
     if not right:
         return
     c.expect(
         answer["moved"] == [True, False, False, False, False],
         "each prediction depends only on its own image",
-        "only image 0 of 5 was changed, so only prediction 0 may change; these predictions "
-        f"changed: {_places(answer['moved'])}",
-        "do not remove rows at the end: at that point, each row already mixes parts of images; "
-        "make the maps smaller before you flatten them",
+        "the check changed only image 0 of 5 images, so only prediction 0 may change; these "
+        f"predictions changed: {_places(answer['moved'])}",
+        "do not remove rows at the end: at that point, each row already mixes parts of several "
+        "images; make the maps smaller before you flatten them",
     )
     layers: dict[str, list[int]] = answer["layers"]
     off = sorted(n for n in {*layers, *_CNN} if layers.get(n) != _CNN.get(n))
@@ -136,8 +137,8 @@ def right_cnn(c: Check) -> None:
         "the four layers are those of `TextbookCNN`",
         f"the parameter `{off[0] if off else ''}` is {_shape(layers, off)} in `RightCNN`, but it "
         f"is {_shape(_CNN, off)} in `TextbookCNN`",
-        "keep the four layers and their names, and add no other layer with parameters: the model "
-        "only lacks an operation without parameters",
+        "keep the four layers and their names, and add no other layer with parameters: the missing "
+        "operation has no parameters",
     )
     if not kept:
         return

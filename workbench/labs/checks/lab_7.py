@@ -85,13 +85,14 @@ def odd_step(c: Check) -> None:
         _equal(mine, shares),
         "`odd_shares` are the shares of the first step with unequal shares",
         f"`odd_shares` is {mine}, which does not agree with the history of the run 'mirrored'",
-        "select the rows of this step in the history, and take the values of `samples`",
+        "in the history of the run, select the rows of the first step with unequal shares, and "
+        "take the values of `samples`",
     )
     c.expect(
         as_read(c.number_of("factor"), sum(shares) / (2 * min(shares)), least=3),
         "a sample of the smaller share counts `factor` times as much as on one device",
-        f"`factor` is {c.number_of('factor'):.5g}, which does not agree with the shares of this "
-        "step",
+        f"`factor` is {c.number_of('factor'):.5g}, which is not right for the first step with "
+        "unequal shares",
         "let a be the smaller share and b the larger share: divide 1/(2a) by 1/(a+b), and keep "
         "three decimals or more",
     )
@@ -108,8 +109,8 @@ def even(c: Check) -> None:
             count == _STEPS and same,
             f"The run {run.name!r} must have {_STEPS} steps and workers={workers}, but it has "
             f"{count} steps and workers={run.plan.workers}.",
-            "the data ended early, or the first line was changed: pass only whole batches to "
-            "`fit`, without `steps_per_epoch`"
+            "the data ended early, or the first line of the cell was changed: pass only whole "
+            "batches to `fit`, without `steps_per_epoch`"
             if same
             else f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
         )
@@ -190,7 +191,9 @@ def apart(c: Check) -> None:
                 what = f"a network with layers of the sizes {', '.join(map(str, sizes))}"
                 far = f"the largest difference is in a {'bias' if place % 2 else 'matrix'}"
                 _compare(c, keras, torch, f"{what}, in which {far}")
-    c.expect(True, "`apart` compares each number of Keras with the same number of PyTorch", "")
+    c.expect(
+        True, "`apart` compares each number of Keras with the corresponding number of PyTorch", ""
+    )
     keras, torch = (dict(c.run(name).weights()) for name in ("keras", "torch"))
     _compare(c, keras, torch, "the weights of the runs 'keras' and 'torch'")
     c.expect(
@@ -209,8 +212,8 @@ def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) 
     c.need(
         math.isclose(found, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.",
-        "pair the weights by their order, because layers may have equal shapes; transpose the "
-        "matrices, because Keras and PyTorch store them in different layouts; return the largest "
+        "pair the weights by their order, because layers may have equal shapes. Transpose the "
+        "matrices, because Keras and PyTorch store them in different layouts. Return the largest "
         "absolute difference over all matrices and biases",
     )
 

@@ -107,8 +107,8 @@ def by_hand(c: Check) -> None:
     first = _loaded(
         c, found["first"], 12, "the check calls save(model, optimizer, step) and load(saved, "
         "model, optimizer): do your functions work with these arguments?", "the next update "
-        "depends on more than the weights: which object besides the model has a state? Is this "
-        "state in the result, and is it a copy?",
+        "depends on more than the weights: which object besides the model has a state? Does "
+        "`save` return a copy of this state?",
     )  # fmt: skip
     c.need(
         _is_near(first["then"], _trained(begun[0], batches, 12))
@@ -176,8 +176,8 @@ def _loaded(
     c.expect(
         _is_number(found["step"], at),
         f"{words}`load` returns the right step",
-        f"{words}`load` returned {found['step']}, which is not the step to continue with",
-        "`save` gets the step as an argument, and `load` can know it only from the result of "
+        f"{words}`load` returned {found['step']}, but the training must continue with another step",
+        "`save` gets the step as an argument, and `load` can read the step only from the result of "
         "`save`",
     )
     if is_back:
@@ -233,15 +233,14 @@ def resumed(c: Check) -> None:
         "There is no run named 'resumed' yet."
         if known is None
         else f"The run 'resumed' is {known.state}, but it must be finished.",
-        'start it with wb.resume(..., name="resumed") and wait for its end with .wait(), in the '
-        "same cell",
+        'start the run "resumed" with wb.resume(..., name="resumed") and wait for its end with '
+        ".wait(), in the same cell",
     )
     run, whole = c.run("resumed"), c.run("undisturbed")
     began = int(np.min(run.history["step"])) if len(run.history["step"]) else TOTAL
     c.need(
         began < TOTAL,
-        "The run 'resumed' took no steps: the checkpoint from which it began is that of the last "
-        "step.",
+        "The run 'resumed' took no steps, because it began from the checkpoint of the last step.",
         'a run that was resumed without checkpoint="lab_8/resumed" writes its checkpoints to '
         "lab_8/broken: run the cell of the run `broken` again, then the cell of this exercise",
     )
@@ -255,7 +254,7 @@ def resumed(c: Check) -> None:
     c.expect(
         workers == 2,
         "the run has two workers",
-        f"the run has {workers} workers, but must have two",
+        f"the run has {workers} workers, but it must have two",
         "without workers=..., wb.resume takes as many workers as the interrupted run had",
     )
     truth = _apart(run.weights(), whole.weights())
@@ -289,12 +288,12 @@ def fewer(c: Check) -> None:
         before == BATCH / 3,
         "before the death each worker takes its share of the batch",
         f"the share of each of the three workers is not {before:g} samples",
-        "the global batch is the samples of one step, on all workers together",
+        "the global batch consists of the samples of one step, on all workers together",
     )
     c.expect(
         after == BATCH / 2,
         "after the death the two workers share the whole batch",
-        f"after the death worker 0 does not take {after:g} samples in each step",
+        f"the share of worker 0 after the death is not {after:g} samples",
         "the batch size of a run is the global batch: does it change with the number of workers?",
     )
     c.expect(
@@ -366,13 +365,13 @@ def healed(c: Check) -> None:
     c.expect(
         then == BATCH / 2,
         "the two remaining workers share the batch of step 20",
-        f"{then:g} samples are not worker 0's share of step 20",
+        f"the share of worker 0 in step 20 is not {then:g} samples",
         "the global batch does not change: how many workers take step 20?",
     )
     c.expect(
         later == BATCH / 3,
         "with the new worker, every worker has the same share as before the death",
-        f"{later:g} samples are not the share of one of three workers",
+        f"with the new worker, the share of worker 0 is not {later:g} samples",
         "how many workers share the batch when the new worker has joined?",
     )
     c.expect(
@@ -390,10 +389,10 @@ def lost_time(c: Check) -> None:
     cases = (
         (
             (2.0, 0.0, 1, 5e5),
-            "at each failure all workers pause twice: at the death, and when a new worker joins; "
-            "return a fraction of the time, not seconds and not per cent",
+            "at each failure all workers pause twice: at the death, and when a new worker joins. "
+            "Return a fraction of the time, not a number of seconds and not a percentage",
         ),
-        ((2.0, 0.0, 10, 5e5), "how often does any of n machines fail?"),
+        ((2.0, 0.0, 10, 5e5), "how often does one of n machines fail?"),
         ((0.5, 90.0, 3, 9e6), "while one of n workers is away, which part of the work is missing?"),
     )
     for (pause_s, away_s, n, m_s), hint in cases:
@@ -404,7 +403,9 @@ def lost_time(c: Check) -> None:
             f"{shown} returned {value:.4g}, which is not the fraction of the time that is lost.",
             hint,
         )
-    c.expect(True, "pauses, the missing share and the rate of failures are all counted", "")
+    c.expect(
+        True, "the result counts the pauses, the missing worker and the number of failures", ""
+    )
 
 
 @exercise("8.8", "Which strategies can heal")
@@ -433,7 +434,7 @@ def promises(c: Check) -> None:
             "between two averages the models of the workers differ: which other process has the "
             "latest steps of the dead worker?"
             if right == "c"
-            else f"which processes hold the model with `{name}`? See wb.strategies() and "
+            else f"with `{name}`, which processes hold the model? See wb.strategies() and "
             "docs/strategies.md",
         )
 

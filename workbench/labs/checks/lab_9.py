@@ -49,11 +49,12 @@ def expected(case: Case) -> dict[str, float]:
 def probed(c: Check) -> None:
     """Compare the three numbers with those of the practice case."""
     for name, truth, words, hint in (
-        ("t1_s", PRACTICE.whole_s, "the seconds of a step on one device",
+        ("t1_s", PRACTICE.whole_s, "the time of a step on one device, in seconds",
          "blind.time_step(case) returns this time in seconds"),
-        ("latency_s", PRACTICE.latency_s, "the seconds that even the smallest message takes",
-         "a message with only a few bytes takes little more than the latency"),
-        ("bytes_per_s", PRACTICE.bytes_per_s, "the bytes that the link carries in a second",
+        ("latency_s", PRACTICE.latency_s, "the time of the smallest message, in seconds",
+         "a message of a few bytes takes only a little longer than the latency"),
+        ("bytes_per_s", PRACTICE.bytes_per_s,
+         "the number of bytes that the link carries in a second",
          "measure the times of a short and a long message: how many more bytes does the long "
          "message have, and how many more seconds does it take?"),
     ):  # fmt: skip
@@ -105,7 +106,7 @@ def together(c: Check) -> None:
                 break
         c.expect(
             not wrong,
-            f"`rate` is right for {strategy!r}, with equal and with unequal workers",
+            f"`rate` is right for {strategy!r}, with equally fast workers and with a slow worker",
             wrong,
             _HINTS[strategy],
         )
@@ -149,7 +150,7 @@ def _played(c: Check, name: str) -> None:
     c.need(
         bool(student),
         f"Case {name} belongs to no student, because it was opened without a name.",
-        f'write your name into the cell: case = blind.case("{name}", student)',
+        f'in the cell, set `student` to your name, and keep the call blind.case("{name}", student)',
     )
     own = draw(seed_of(student), name, int(play["attempt"]))
     c.need(
@@ -184,11 +185,11 @@ def _played(c: Check, name: str) -> None:
     share = choice_score(strategy, measured)
     c.expect(
         share >= ENOUGH,
-        f"the choice achieves at least {ENOUGH:.0%} of the rate of the best strategy",
-        f"{strategy} achieved {share:.0%} of the rate of the best strategy, but must achieve at "
-        f"least {ENOUGH:.0%}",
-        "predict the rates of all four strategies from the same three numbers, and compare them "
-        "before you choose",
+        f"the chosen strategy achieves at least {ENOUGH:.0%} of the rate of the best strategy",
+        f"{strategy} achieved {share:.0%} of the rate of the best strategy, but it must achieve "
+        f"at least {ENOUGH:.0%}",
+        "predict the rates of all four strategies from the same three numbers, and compare these "
+        "rates before you choose",
     )
 
 
@@ -217,10 +218,10 @@ def fitting(c: Check) -> None:
             c.need(
                 math.isclose(found, _held(strategy, parameters, workers), rel_tol=1e-3),
                 f"held_bytes({strategy!r}, {parameters}, {workers}) returned {found:.4g}, "
-                "which is not what one worker holds.",
-                hints.get(strategy, "each worker holds the whole model and what Adam needs for it"),
+                "but one worker holds another number of bytes.",
+                hints.get(strategy, "each worker holds everything that training with Adam needs"),
             )
-    c.expect(True, "the bytes of a worker are right for all six strategies", "")
+    c.expect(True, "the number of bytes of a worker is right for all six strategies", "")
     choice = c.text("choice", MEMORY)
     c.expect(
         choice == "model_split",
@@ -272,15 +273,15 @@ def unsimulated(c: Check) -> None:
         value = c.number_of(f"extra_{term}_s")
         c.expect(
             abs(value - truth) <= 0.05 * step_s,
-            f"`extra_{term}_s` is the measured part of the step minus the predicted part",
+            f"`extra_{term}_s` is the measured time of the part {term!r} minus its predicted time",
             f"`extra_{term}_s` is {value * 1e3:.3g} ms, which does not agree with the runs "
             "`real-1` and `real-2`",
-            "subtract the predicted time of this part of the step from the measured time",
+            f"subtract the predicted time of the part {term!r} of the step from its measured time",
         )
     why = c.text("why", tuple(extra))
     c.expect(
         why == max(extra, key=extra.__getitem__),
-        "`why` names the larger of the two numbers",
+        "`why` is the part of the step with the larger extra time",
         f"`why` is {why!r}, which is not the part with the larger extra time",
         "which number is larger, `extra_compute_s` or `extra_messages_s`?",
     )

@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
         "--roster",
         type=Path,
         metavar="FILE",
-        help="CSV file with the class; the output then also lists the students without a notebook",
+        help="CSV file with all students; the output then lists the students without a notebook",
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"
@@ -50,7 +50,7 @@ def add_flags(add: Any) -> None:
     """Add what a course needs to the flags of `workbench grade`."""
     add("--csv", type=Path, metavar="FILE",
         help="write points to this gradebook; rows of other students do not change")  # fmt: skip
-    add("--roster", type=Path, metavar="FILE", help="CSV file with the class, for the gradebook")
+    add("--roster", type=Path, metavar="FILE", help="CSV file with all students, for the gradebook")
     add("--feedback", type=Path, metavar="FOLDER",
         help="write copies of the notebooks, with points and findings, to this folder")  # fmt: skip
 

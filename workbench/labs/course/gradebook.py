@@ -136,7 +136,7 @@ def update(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
                 "The file exists, but it is not a gradebook.",
                 seen=f"{path}: {', '.join(names) or 'empty'}",
                 allowed=f"the columns {', '.join(COLUMNS)}",
-                next_step="name another file",
+                next_step="use another file: --csv FILE",
                 code="WB-PLAN-339",
             )
         columns += [name for name in names if name not in columns]

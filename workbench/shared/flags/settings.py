@@ -169,7 +169,7 @@ class RunSettings:
         argument="log",
         is_text=True,
         read=parse_targets,
-        help="write the run also to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
+        help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
         without="the run is not sent anywhere",
         example="%%distributed mirrored --log tensorboard:runs",
     )

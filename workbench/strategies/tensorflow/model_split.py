@@ -112,7 +112,7 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
     """
     if not isinstance(model, (keras.Sequential, keras.src.models.Functional)):
         raise FitError(
-            "The model cannot be split, because its layers are not known.",
+            "The model cannot be split, because Workbench does not know the order of its layers.",
             seen=type(model).__name__,
             allowed="keras.Sequential, or a functional keras.Model(inputs, outputs)",
             next_step="write the model in one of these forms, or use the strategy `mirrored`",

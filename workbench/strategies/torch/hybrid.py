@@ -267,7 +267,7 @@ class Hybrid(ModelSplit):
     def bound(self) -> str:
         """Return why the number of pipelines must not change; empty if it can."""
         if self.context.spec.backend != "gloo":
-            return "the pipelines exchange gradients on GPUs"
+            return "Workbench cannot change the number of pipelines on GPUs"
         if self.pipeline is None or not self.pipeline.program.scored:
             return ""
         every = self.microbatches * self._usual

@@ -237,8 +237,8 @@ def _draw_layers(module: torch.nn.Module, path: str) -> None:
 
 def _undrawn(what: str) -> FitError:
     return FitError(
-        "The model is on device `meta`, without memory, and one of its parts cannot make its own "
-        "initial weights.",
+        "The model is on device `meta`, where tensors have no memory. A part of the model cannot "
+        "create initial weights.",
         seen=f"{what} has no reset_parameters() that sets all its parameters",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
         next_step="pass the function that builds the model: wb.fit(lambda: make_model(), ...)",
@@ -502,7 +502,7 @@ def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
                 "Parameters that are gathered together must have the same data type.",
                 seen=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
                 allowed="one data type in each part that is gathered",
-                next_step="keep a complex parameter as real numbers, and use "
+                next_step="store a complex parameter as real numbers, and use "
                 "torch.view_as_complex in forward"
                 if any("complex" in kind for kind in kinds)
                 else (

@@ -72,7 +72,7 @@ STYLES = {
     "row": "divided by rows; needs a divided input; the outputs are added up",
     "gathered": "divided by columns; the output is gathered immediately",
     "split_row": "divided by rows; needs a whole input",
-    "heads": "the same as col, but for code that reshapes the output into heads",
+    "heads": "the same as col, but for code that reshapes the output into attention heads",
 }
 ALONE = ("gathered", "split_row")
 

@@ -54,13 +54,14 @@ class BlameMatrix(Picture, Blame):
         if self.worst is None:
             return "No single worker caused these waits. They are random."
         caused = np.nansum(self.total_s[:, self.worst])
-        return f"The others waited {duration(float(caused))} in total for worker {self.worst}."
+        waited = duration(float(caused))
+        return f"The other workers waited {waited} in total for worker {self.worst}."
 
     def notes(self) -> list[str]:
         """Return which steps were counted."""
         return [
-            f"{self._counted()}. Rows: waiting workers. Columns: the workers they waited for. "
-            "Means per step."
+            f"{self._counted()}. Rows: waiting workers. Columns: the workers that caused the "
+            "waits. Means per step."
         ]
 
     def _counted(self) -> str:
@@ -93,7 +94,7 @@ class BlameMatrix(Picture, Blame):
                 place = (left + cause * cell, top + waiter * row, cell - 3, row - 3)
                 body.append(self._square(waiter, cause, high, place))
         y = top + n * row + 14
-        rows = "Row: the waiting worker. Column: the worker it waited for"
+        rows = "Row: the waiting worker. Column: the worker that caused the wait"
         for line in (rows, "Mean per step, in ms", self._counted()):
             body.append(svg_text(MARGIN, y, f"{line}.", "m", size=9.5))
             y += 13
@@ -141,8 +142,9 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step would end when the last of the other workers is ready",
-    "pipeline": "a step would take as long as the slowest of the other stages needs. The real gain "
-    "is larger, because the pipeline would also fill faster; the estimate does not count this",
+    "pipeline": "a step would take as long as the slowest of the other stages needs. The "
+    "pipeline would also fill faster. The estimate does not include this effect, so the real gain "
+    "is larger",
     "asynchronous": "this worker would have the median throughput of the other workers",
 }
 
@@ -159,7 +161,7 @@ class WhatIfPicture(Picture, WhatIf):
         was, would = np.median(self.step_s) * 1e3, np.median(self.without_s) * 1e3
         shorter = f"a step would take {milliseconds(would)} instead of {milliseconds(was)} (median)"
         return [
-            f"With worker {self.without} as fast as the median of the others, {shorter}.",
+            f"If worker {self.without} were as fast as the median of the other workers, {shorter}.",
             f"The throughput would be {number(self.without_per_s)} instead of "
             f"{number(self.samples_per_s)} samples/s ({self.speedup:.2f}x). "
             f"{len(self.step)} steps would take {duration(self.saved_s)} less.",

@@ -56,7 +56,8 @@ class PredictionPicture(Picture, Prediction):
         words = f"With {many}, {self.strategy} would reach {number(middle)} samples/s"
         words += f" ({number(low)} to {number(high)}); a step would take {_time(last.step_s[0])}"
         most = max(range(len(CAUSES)), key=lambda k: last.share[k])
-        return f"{words}, {percent(last.share[most])} of it {CAUSES[most]}."
+        part = f"{CAUSES[most]} ({percent(last.share[most])})"
+        return f"{words}. The largest part of this step would be {part}."
 
     def table(self) -> Table:
         """Return a row per number of workers."""
@@ -114,7 +115,7 @@ class PredictionPicture(Picture, Prediction):
         plot = _Plot(self, top)
         body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
         y = top + PLOT + 46
-        legend = "Rings: predicted. Band: 90 % of runs lie in it. Dots: measured."
+        legend = "Rings: predicted. Band: should contain 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
             legend += " Faint dots: runs with another batch size."
         if any(p.far for p in self.points):
@@ -368,7 +369,8 @@ class ChoicePicture(Picture, Choice):
         return f"Chosen: {self.reason}"
 
     def _notes(self) -> list[str]:
-        spent = f"Short runs took {_time(self.seconds)}. " if self.seconds == self.seconds else ""
+        known = self.seconds == self.seconds
+        spent = f"All short runs together took {_time(self.seconds)}. " if known else ""
         text = "Measured rates have 95 % intervals, and predicted rates have 90 % intervals."
         return [spent + text, *self.notes]
 

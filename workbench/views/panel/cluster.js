@@ -42,7 +42,7 @@ SECTIONS.push((() => {
   /** The cluster in a few words, where its engines' lines do not say enough. */
   function whole({ running, lost, engines }) {
     const dead = engines.filter((e) => e.state === "dead").length;
-    if (!running) return lost ? `The cluster is gone: ${lost}.` : "No cluster yet. Start one, or press Run.";
+    if (!running) return lost ? `The cluster is gone: ${lost}.` : "No cluster yet. Press Start or Run.";
     return dead ? `${dead} of ${engines.length} engines ${dead > 1 ? "are" : "is"} dead. Press Restart to replace ${dead > 1 ? "them" : "it"}.` : "";
   }
 

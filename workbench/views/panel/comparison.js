@@ -16,7 +16,7 @@ SECTIONS.push((() => {
   const BARS = [
     ["samples_per_s", "Throughput", "samples/s after warm-up, higher is better", rate],
     ["all_samples_per_s", "Throughput, all steps", "samples/s, including the first steps", rate],
-    ["speedup", "Speed-up", "throughput divided by that of one device, after warm-up", times],
+    ["speedup", "Speed-up", "throughput after warm-up, divided by the throughput of one device", times],
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "lower is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
@@ -131,7 +131,7 @@ SECTIONS.push((() => {
   function staleness(app, compared) {
     const rows = compared.rows.filter((r) => r.staleness?.length);
     if (!rows.length) return null;
-    const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, "Staleness of pushes"), kit.h("span", {}, "updates by others between pull and push")));
+    const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, "Staleness of pushes"), kit.h("span", {}, "updates by other workers between pull and push")));
     for (const row of rows) {
       const all = row.staleness.reduce((a, b) => a + b, 0), most = Math.max(...row.staleness), shown = row.staleness.slice(0, 24);
       const columns = kit.h("div", { class: "wbp-histogram", role: "img", "aria-label": `${row.run}: mean ${plain(row.staleness_mean)}, at most ${plain(row.staleness_max)}` });

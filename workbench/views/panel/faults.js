@@ -18,7 +18,7 @@ SECTIONS.push({
     const bandwidth = slider("bandwidth of links (simulated)", "limit for each worker", [0, 100, 1], (v) => (unlimited(v) ? "unlimited" : `${kit.bytes(rate(v))}/s`),
       (v) => app.do("faults.everyone", unlimited(v) ? { clear: "bandwidth" } : { bytes_per_s: rate(v) }));
     everyone.append(jitter.root, latency.root, bandwidth.root);
-    const nolinks = kit.h("small", { class: "wbp-help" }, "This strategy's messages are sent by the framework, so its links cannot be slowed down.");
+    const nolinks = kit.h("small", { class: "wbp-help" }, "The framework sends this strategy's messages, so Workbench cannot slow down the links.");
     lab.append(workers, everyone, nolinks, kit.h("div", { class: "wbp-row" }, clear, same));
     root.append(none, lab);
 

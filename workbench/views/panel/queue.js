@@ -2,7 +2,7 @@
 
 SECTIONS.push((() => {
   function make(app, root) {
-    const run = kit.button("Run", "Train the selected strategies, one run after the other", begin, "wbp-primary wbp-run");
+    const run = kit.button("Run", "Run the selected strategies, one after the other", begin, "wbp-primary wbp-run");
     const pause = kit.button("Pause", "Pause the run after the current step", () => app.do(paused ? "live.resume" : "live.pause"));
     const one = kit.button("One step", "Do one more step, then pause again", () => app.do("live.step", { steps: 1 }));
     const stop = kit.button("Stop", "Stop the run after the current step", () => app.do("live.stop"), "wbp-danger");
@@ -29,7 +29,7 @@ SECTIONS.push((() => {
         problem = strategies?.problem ?? "";
         run.disabled = starting;
         if (value.busy) kit.rename(run, "Add to the queue", "Add the selection to the end of the queue");
-        else kit.rename(run, "Run", "Train the selected strategies, one run after the other");
+        else kit.rename(run, "Run", "Run the selected strategies, one after the other");
         if (paused) kit.rename(pause, "Resume", "Continue the run");
         else kit.rename(pause, "Pause", "Pause the run after the current step");
         for (const button of [pause, stop]) { kit.show(button, going); button.disabled = live?.state === "stopping"; }
@@ -50,7 +50,7 @@ SECTIONS.push((() => {
 
 SECTIONS.push((() => {
   function make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "The queue is empty. Choose one or several strategies and press Run. The runs follow one after the other.");
+    const none = kit.h("p", { class: "wbp-empty" }, "The queue is empty. Choose one or several strategies and press Run. The strategies run one after the other.");
     const list = kit.h("ol", { class: "wbp-lineup" });
     const going = kit.field({ kind: "bool", label: "Continue with the next run when a run fails", onchange: (on) => app.do("queue.keep_going", { on }) });
     const clear = kit.button("Clear", "Clear the queue", () => app.do("queue.clear"));

@@ -38,7 +38,7 @@ SECTIONS.push({
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
     const cell = kit.button("To a cell", "Write the selection as %%distributed cells", toCell);
-    const job = kit.button("To a job", "Write the selection as a folder that torchrun can start anywhere", toJob);
+    const job = kit.button("To a job", "Write each selected run as a job folder, which torchrun can start on any machine", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
     const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "Cells for the selection", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });

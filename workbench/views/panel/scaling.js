@@ -146,7 +146,7 @@ SECTIONS.push((() => {
       const picture = kit.svg("svg", { width: 36, height: 14, class: "wbp-ringkey", "aria-hidden": "true" },
         kit.svg("rect", { width: 36, height: 14, class: "wbp-band" }), kit.svg("path", { d: "M0 7H12M24 7H36", class: "wbp-expected" }), kit.svg("circle", { cx: 18, cy: 7, r: 5.5, class: "wbp-ring" }));
       const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded area: no measured runs." : "";
-      keys.push(kit.h("li", {}, picture, `Circles: predicted from runs with ${counts} workers. Band: 90 % of runs lie in it. Dots: measured.${shaded}`));
+      keys.push(kit.h("li", {}, picture, `Circles: predicted from runs with ${counts} workers. Band: should contain 90 % of runs. Dots: measured.${shaded}`));
     }
     const reasons = new Map(), many = shown.curves.length;
     for (const c of shown.curves) if (c.predicted?.why_not) reasons.set(c.predicted.why_not, [...(reasons.get(c.predicted.why_not) ?? []), c.name]);
@@ -156,7 +156,7 @@ SECTIONS.push((() => {
 
   function lawWords(law) {
     if (law.why_not) return law.why_not;
-    return `${law.name}'s law, dotted: serial share ${percent(law.serial)} (${percent(law.low)} to ${percent(law.high)})`;
+    return `${law.name}'s law (dotted line), serial share ${percent(law.serial)} (${percent(law.low)} to ${percent(law.high)})`;
   }
 
   function makeTable(shown) {
@@ -219,7 +219,7 @@ SECTIONS.push((() => {
         price.error(found.wrong);
         beside.set(found.beside);
         expected.set(found.predicted);
-        kit.text(expected.root.querySelector("small"), found.owed ? "is computed when no run is active" : "");
+        kit.text(expected.root.querySelector("small"), found.owed ? "will be computed when no run is active" : "");
         if (found.scaling) drawAll();
       },
       restyle() { if (value?.scaling) drawAll(); },

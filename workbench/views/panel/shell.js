@@ -187,7 +187,7 @@ class App {
   }
 }
 
-const GONE = "This panel belonged to a kernel that is gone, so it no longer works. Run wb.panel() again.";
+const GONE = "This panel no longer works, because its kernel has ended. Run wb.panel() again.";
 const ENDED = ["restarting", "autorestarting", "terminating", "dead"];
 
 /**

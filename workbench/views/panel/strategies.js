@@ -139,7 +139,7 @@ SECTIONS.push({
       element.classList.toggle("wbp-bad", Boolean(card.picked && (card.problem || card.reason)));
       kit.show(element.wbpOrder, card.picked && several);
       kit.text(element.wbpOrder, card.picked ? `${card.picked}.` : "");
-      kit.attr(element.wbpOrder, "aria-label", card.picked ? `runs as number ${card.picked}` : null);
+      kit.attr(element.wbpOrder, "aria-label", card.picked ? `number ${card.picked} in the order of the runs` : null);
       const problem = card.reason || (card.picked ? card.problem.split("\n")[0] : "");
       kit.text(element.wbpReason, problem);
       kit.show(element.wbpReason, problem);

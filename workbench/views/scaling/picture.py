@@ -166,7 +166,8 @@ def _law_words(curve: Curve) -> str:
     if not law.fits:
         return law.why_not
     low, high = (f"{value * 100:.1f}" for value in (law.low, law.high))
-    return f"{law.name}'s law, dotted: serial share {law.serial * 100:.1f} % ({low} to {high})"
+    share = f"serial share {law.serial * 100:.1f} % ({low} to {high})"
+    return f"{law.name}'s law (dotted line), {share}"
 
 
 def _draw_keys(page: _Page, keys: Sequence[tuple[Curve, str]]) -> None:
@@ -195,7 +196,8 @@ def _predicted_words(scaling: Scaling) -> list[str]:
     found = []
     if made:
         counts = " and ".join(str(count) for count in sorted({one.workers for one in made}))
-        said = f"Circles: predicted from runs with {counts} workers. Band: 90 % of runs lie in it."
+        said = f"Circles: predicted from runs with {counts} workers."
+        said += " Band: should contain 90 % of runs."
         shaded = (
             " Shaded area: no measured runs." if max(scaling.axis) > max(scaling.workers) else ""
         )

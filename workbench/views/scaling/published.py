@@ -94,5 +94,5 @@ def published_table(shown: Sequence[Published]) -> Table:
         for one in shown
     ]
     return Table(columns, rows, "Published scaling", [
-        "These are other models on other machines. They show what is usual elsewhere."
+        "These curves are from other models on other machines. They show typical values."
     ])  # fmt: skip

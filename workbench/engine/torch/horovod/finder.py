@@ -64,8 +64,8 @@ _REFUSED = {
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
     "remove_process_set": _OTHER_GROUPS,
-    "start_timeline": "use the run's dashboard, or --profile 10:15 (from step 10)",
-    "stop_timeline": "use the run's dashboard, or --profile 10:15 (from step 10)",
+    "start_timeline": "use the run's dashboard, or --profile 10:15 for steps 10 to 14",
+    "stop_timeline": "use the run's dashboard, or --profile 10:15 for steps 10 to 14",
 }
 _LAUNCH = "use %%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
 _PARTS = {
@@ -92,7 +92,8 @@ class Loader(importlib.abc.Loader):
         name = module.__name__.removeprefix("horovod").removeprefix(".")
         if name in _PARTS:
             raise LacksError(
-                f"Workbench has no {module.__name__}, and Horovod itself can no longer be built.",
+                f"Workbench has no replacement for {module.__name__}, and Horovod itself can no "
+                "longer be built.",
                 allowed="horovod.torch",
                 next_step=_PARTS[name],
                 code="WB-FIT-184",

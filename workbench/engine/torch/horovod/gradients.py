@@ -388,8 +388,8 @@ def refuse_averaged(model: torch.nn.Module) -> None:
                 "cannot average them too.",
                 seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
                 allowed="hvd.DistributedOptimizer, or wb.prepare, or wb.fit: only one of them",
-                next_step="remove hvd.DistributedOptimizer, or record the unchanged loop: "
-                "wb.watch(model, optimizer, loader)",
+                next_step="remove hvd.DistributedOptimizer, or use wb.watch(model, optimizer, "
+                "loader) instead of wb.prepare or wb.fit",
                 code="WB-FIT-182",
             )
         gradients.retire()

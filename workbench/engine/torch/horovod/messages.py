@@ -137,7 +137,7 @@ def op_of(op: Any, average: bool | None = None) -> Op:
     if found is Adasum:
         raise FitError(
             "Adasum is not supported.",
-            allowed="hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product; for an optimizer only "
+            allowed="hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product; for an optimizer, only "
             "hvd.Average and hvd.Sum",
             next_step="use op=hvd.Average",
             code="WB-FIT-167",
@@ -277,9 +277,9 @@ def allgather_async(
     dist.all_gather_object(shapes, about)
     if len({(shape[1:], kind) for shape, kind in shapes}) > 1:
         raise FitError(
-            "Tensors of different shapes cannot be gathered.",
+            "These tensors cannot be gathered, because their shapes or dtypes differ.",
             seen=", ".join(f"rank {at}: {shape} {kind}" for at, (shape, kind) in enumerate(shapes)),
-            allowed="tensors that differ only in the first dimension",
+            allowed="the same dtype, and shapes that differ only in the first dimension",
             code="WB-FIT-169",
         )
     counts = [shape[0] for shape, _ in shapes]

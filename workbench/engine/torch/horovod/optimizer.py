@@ -149,7 +149,7 @@ def _check_names(
     unnamed = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if twice or unnamed:
         raise FitError(
-            "named_parameters must name each parameter of the optimizer once.",
+            "named_parameters must give each parameter of the optimizer its own name.",
             seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
             next_step="pass named_parameters=model.named_parameters(), or remove the argument",
             code="WB-FIT-179",

@@ -14,8 +14,8 @@ from ....shared import events
 from ...context import current
 
 NOTE = (
-    "This horovod.torch is Workbench's replacement, built on torch.distributed, because Horovod "
-    "itself can no longer be built. docs/training.md (Code written for Horovod) lists what works."
+    "Horovod itself can no longer be built, so Workbench replaces horovod.torch with its own "
+    "module. docs/training.md (Code written for Horovod) lists what works."
 )
 
 

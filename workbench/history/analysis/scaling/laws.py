@@ -105,7 +105,8 @@ def fitted(
         return Law(name, why_not=f"{name}'s law is not fitted: there is no run with one worker")
     if not all(math.isfinite(rate.low) and math.isfinite(rate.high) for rate in rates):
         return Law(
-            name, why_not=f"{name}'s law is not fitted: the runs have too few steps for intervals"
+            name,
+            why_not=f"{name}'s law is not fitted: the runs have too few steps for a 95 % interval",
         )
     return _line(name, np.array(workers, float), rates, base.mean)
 

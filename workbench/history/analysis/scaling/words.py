@@ -36,7 +36,7 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         if point.workers > curve.base.workers
     ]
     if not tried:
-        return "No verdict, because no run with more workers was measured.", None
+        return "No verdict, because only the smallest number of workers was measured.", None
     curve, best = max(tried, key=lambda one: one[1].speedup)
     base = curve.base
     what = f"{curve.name} with {best.workers} workers"
@@ -48,7 +48,7 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         return f"{head} {_more(curve, best)}".rstrip(), True
     if not math.isfinite(best.low):
         return (
-            f"No certain verdict: {what} {rate}, but too few steps were measured for an interval.",
+            f"No certain verdict: {what} {rate}, but has too few steps for a 95 % interval.",
             None,
         )
     reason = reason_of(best.row, base)
@@ -57,7 +57,10 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         head = f"You should not use more than {base.workers} workers"
     if best.high < 1:
         return f"{head}: the best run, {gives}. {reason}".rstrip(), False
-    doubt = "The gain is smaller than the variation between steps; more steps or seeds may show it."
+    doubt = (
+        "The difference is smaller than the variation between steps. More steps or seeds may show "
+        "a gain."
+    )
     return f"{head}: the best run, {gives}. {doubt} {reason}".rstrip(), False
 
 
@@ -79,8 +82,11 @@ def _more(curve: Curve, best: Point) -> str:
     """Say where more workers stop paying, or what the law allows at most."""
     last = curve.known[-1]
     if last.workers > best.workers:
-        slower = "slower again" if last.high < best.low else "no faster"
-        head = f"With {last.workers} workers, the run is {slower} ({last.speedup:.2f}x)."
+        slower = "slower" if last.high < best.low else "not faster"
+        head = (
+            f"With {last.workers} workers ({last.speedup:.2f}x), the run is {slower} than with "
+            f"{best.workers} workers."
+        )
         return f"{head} {reason_of(last.row, best.row)}".rstrip()
     law = curve.law
     if not (law.fits and law.name == "Amdahl" and law.serial > _LEAST_SERIAL and law.low > 0):
@@ -130,7 +136,7 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan) and _divided(plan, fewer):
         said += (
             " Either the workers share cores, or most of the time for computing does not depend "
-            "on the batch. Try a larger batch."
+            "on the batch size. Try a larger batch."
         )
     return said
 
@@ -205,8 +211,8 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
             f"The predictions come from {runs}. Runs with one worker are used only to find how the "
-            "work depends on the number of samples. A new run lies in the predicted interval with "
-            "a probability of 90 %."
+            "work depends on the number of samples. The throughput of a new run lies in the "
+            "predicted interval with a probability of 90 %."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():

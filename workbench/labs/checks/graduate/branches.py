@@ -63,7 +63,8 @@ def fedavg(c: Check) -> None:
             bool(np.allclose(floats(c, after, "client_update", (9,)), _update(begun, x, y))),
             f"`client_update` returned wrong weights on branch {rank}, with {len(y)} rows in "
             "batches of 4.",
-            "every pass takes all batches in order, also the last batch, which may be smaller",
+            "in every pass over the rows, take all batches in order: do not drop the last batch, "
+            "which may be smaller",
         )
         c.need(
             same,
@@ -81,12 +82,12 @@ def fedavg(c: Check) -> None:
         seen = _models(c, models, "fedavg")
         c.need(
             bool(np.allclose(seen, truth)),
-            "`fedavg` did not return the means of the branches' weights, weighted by their numbers "
-            "of rows.",
-            "all vectors in the list are equal: is each of them a tensor of its own?"
+            "`fedavg` returned a wrong mean of the branches' weights: each branch must count in "
+            "proportion to its number of rows.",
+            "all vectors in the list are equal: did you append the same tensor in every round?"
             if np.array_equal(seen, seen[[-1]].repeat(3, axis=0))
-            else "with r rows, send r * weights and r in one vector. Then divide the sum of "
-            "r * weights by the sum of r. Each round begins with the mean of the previous round",
+            else "a branch with r rows sends r * weights and r in one vector. Then divide the sum "
+            "of r * weights by the sum of r. Each round begins with the mean of the previous round",
         )
         c.need(
             sent_bytes <= 3 * 8 * 10,
@@ -96,8 +97,8 @@ def fedavg(c: Check) -> None:
     calls = len(found[0][5])
     c.need(
         calls == 3,
-        f"In three rounds `office.add_up` was called {calls} times, but must be called once in "
-        "each round.",
+        f"In three rounds `fedavg` called `office.add_up` {calls} times, but it must call it once "
+        "in each round.",
         "in each round, put everything that a branch sends to the office into one vector",
     )
     c.expect(True, "`fedavg` returns the weighted means, and sends one vector in each round", "")
@@ -118,8 +119,8 @@ def _models(c: Check, value: Any, name: str, rounds: int = 3) -> Floats:
         found.shape == (rounds, 9),
         f"For {rounds} rounds `{name}` returned a result of the shape {found.shape}, but its shape "
         f"must be {(rounds, 9)}.",
-        "return a list with one vector of 9 numbers for each round. The zeros with which the "
-        "training begins must not be in the list",
+        "return a list with one vector of 9 numbers for each round. Do not add the weights "
+        "before the first round, which are zeros",
     )
     return found
 
@@ -233,7 +234,8 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
         abs(float(short.std()) / asked - 1) < 0.03,
         "For an update of zeros, with norm 2 and z = 1.5, the noise of a branch has the standard "
         f"deviation {float(short.std()):.3g}, which is not right.",
-        "every update gets noise, and the noise does not depend on the length of the update",
+        "add noise to every update: the size of the noise depends on the arguments `norm` and "
+        "`z`, but not on the numbers in the update",
     )
     c.need(
         all(np.array_equal(noisy, again) for noisy, _, again, _ in drawn),
@@ -246,7 +248,7 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
         "Two branches, or two calls on one branch, add the same noise.",
         "use `generator` as it is: do not set its seed in the function",
     )
-    c.expect(True, "the noise of the sum has the standard deviation z * norm", "")
+    c.expect(True, "the noise in the sum of all updates has the standard deviation z * norm", "")
 
 
 def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
@@ -286,7 +288,7 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
         bool((np.abs(sizes - 1) < 0.45).all()) and abs(float(np.mean(sizes)) - 1) < 0.15,
         "With z = 1, the noise in the messages to the office has the wrong size: in rounds 0, 1 "
         f"and 2 it is {', '.join(f'{one:.2f}' for one in sizes[:3])} times the right size.",
-        "in each round a branch adds its own part of the noise, once, before it sends",
+        "in each round, a branch adds its part of the noise once, before it sends the update",
     )
     c.need(
         not np.allclose(noise[0], noise[1]),
@@ -314,8 +316,8 @@ def _received(c: Check, seen: Any, n: int, rounds: int) -> Floats:
     shapes = [np.shape(one) for one in seen]
     c.need(
         shapes == [(n, 9)] * rounds,
-        f"In {rounds} rounds of `dp_fedavg` each branch sent {len(shapes)} vectors, of "
-        f"{sorted({shape[-1] for shape in shapes})} numbers; it must send one vector of 9 numbers "
+        f"In {rounds} rounds of `dp_fedavg` each branch sent {len(shapes)} vectors with the "
+        f"lengths {sorted({shape[-1] for shape in shapes})}. It must send one vector of 9 numbers "
         "in each round.",
         "in each round a branch sends only its private update",
     )
@@ -389,14 +391,14 @@ def secure(c: Check) -> None:
     c.need(
         bool(np.allclose(backs, vectors, atol=1e-4)),
         "decode(encode(v)) is not equal to v.",
-        "values from R/2 upwards are negative numbers: subtract R",
+        "values from R/2 upwards stand for negative numbers: subtract R from these values",
     )
     ends = floats(c, found[0][6][1], "decode", (4,))
     c.need(
         bool(np.array_equal(ends, np.array([0, 2**31 - 1, -(2**31), -1]) / 2**16)),
         f"`decode` of [0, R/2 - 1, R/2, R - 1] returned {ends.tolist()}, which is not right.",
-        "which of these four values stand for negative numbers? Is every step in torch.int64 or "
-        "torch.float64?",
+        "which of these four values stand for negative numbers? Do all your tensors have the type "
+        "torch.int64 or torch.float64?",
     )
     c.expect(True, "`encode` and `decode` are right, for negative numbers too", "")
     first, second = (
@@ -410,7 +412,8 @@ def secure(c: Check) -> None:
     c.need(
         bool(np.array_equal(first.sum(0) % _R, plain.sum(0) % _R)),
         "The masks do not cancel in the sum of all messages.",
-        "of each pair, the lower rank adds the mask and the higher rank subtracts the same mask",
+        "in each pair of branches, the branch with the lower rank adds the mask, and the other "
+        "branch subtracts the same mask",
     )
     for rank, one in enumerate(found):
         others = [other for other in range(n) if other != rank]
@@ -422,8 +425,8 @@ def secure(c: Check) -> None:
         )
         c.need(
             not one[8][1][1] or turn + 3 in one[8][1][1],
-            f"secure_sum(v, {turn + 3}, office) uses the masks of the rounds {one[8][1][1]}, "
-            f"and not those of round {turn + 3}.",
+            f"secure_sum(v, {turn + 3}, office) used the masks of the rounds {one[8][1][1]}, "
+            f"but it must use the masks of round {turn + 3}.",
             "a mask that is used twice does not stay secret: pass `number` on to `masked`",
         )
     noise = np.array([floats(c, one[3], "masked", (2000,)) for one in found]) / _R
@@ -436,7 +439,7 @@ def secure(c: Check) -> None:
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask
     c.need(
         n == 1 or float(np.abs(np.sort(four) - np.linspace(0, 1, 2000)).max()) < 0.06,
-        "If one message is left out, the sum of the other messages is not random.",
+        "The sum of all messages except one must look random, but it does not.",
         "each pair of branches needs its own mask",
     )
     c.need(
@@ -450,7 +453,7 @@ def secure(c: Check) -> None:
         c.need(
             bool(np.allclose(floats(c, one[4], "secure_sum", (9,)), truth, atol=1e-4)),
             "`secure_sum` did not return the sum of the branches' vectors.",
-            "first encode the vector, then mask it, then let the office add up, then decode",
+            "first encode the vector, then mask it, then call office.add_up, then decode the sum",
         )
     seen = floats(c, found[0][5], "office.seen", (n, 9))
     c.expect(

@@ -77,8 +77,8 @@ def _labs_data(seed):
     return x, torch.randn(6, 2, generator=generator, dtype=torch.float64)
 """
 _ORDER = (
-    "all workers must send the same messages in the same order, and zeros where .grad is None; "
-    "these zeros must have the type of the parameter"
+    "all workers must send the same messages in the same order. If a .grad is None, send zeros "
+    "that have the type of the parameter"
 )
 
 _FORGET = """
@@ -235,12 +235,12 @@ def predicted(c: Check) -> None:
                 c.need(
                     math.isclose(found, true, rel_tol=1e-6, abs_tol=1e-9),
                     f"exposed_s{asked} returned {found:.4g} s, but {true:.4g} s are exposed.",
-                    "go through the messages in order: when is this message ready, and when is the "
-                    "wire free?"
+                    "go through the messages in order: when is each message ready, and when has "
+                    "the wire sent the previous message?"
                     if way == "overlapped"
-                    else "add up one latency for each message, and the wire's time for all bytes",
+                    else "add one latency for each message, and the time to send all bytes",
                 )
-        c.expect(True, f"`{way}`: the exposed time is right for every wire that was tried", "")
+        c.expect(True, f"`{way}`: the exposed time is right for all wires that the check tried", "")
 
 
 @exercise("10.2", "Equal weights and naive averaging", where="the engines")
@@ -252,7 +252,8 @@ def naive(c: Check) -> None:
     off = [rank for rank, one in enumerate(found) if not np.array_equal(np.asarray(one), first)]
     c.need(
         not off,
-        f"After `same_weights`, worker {off[0] if off else 0} differs from worker 0.",
+        f"After `same_weights`, the model of worker {off[0] if off else 0} differs from the model "
+        "of worker 0.",
         "send the parameters of worker 0 and also its buffers, such as BatchNorm's running mean",
     )
     again = c.ask(_WIRE + _SAME.replace("same_weights(net, wire)", "pass") + _FORGET)
@@ -267,7 +268,7 @@ def naive(c: Check) -> None:
     c.need(
         not missing,
         f"After `average_naive`, a `.grad` of worker {missing[0] if missing else 0} is still None.",
-        "the mean is also the gradient of a worker that sent zeros: write it into this `.grad`",
+        "a worker that sent zeros needs the mean too: write the mean into its `.grad`",
     )
     _mean_of(c, "average_naive", found, workers, _naive_truth(workers))
     c.expect(
@@ -340,25 +341,25 @@ def buckets(c: Check) -> None:
         filled(c, found, "make_buckets")
         got = [[int(place) for place in bucket] for bucket in found]
         wanted = _buckets(sizes, frozen, limit // of_one)
-        case = f"For parameters of {[of_one * n for n in sizes]} bytes (float{8 * of_one})"
-        case += f" (those at the places {frozen} are frozen)" if frozen else ""
-        case += f" and a limit of {limit} bytes, `make_buckets` returned the parameters {got}"
+        case = f"For parameters of {[of_one * n for n in sizes]} bytes (float{8 * of_one}"
+        case += f"; the parameters at the places {frozen} are frozen)" if frozen else ")"
+        case += f" and a limit of {limit} bytes, `make_buckets` returned the buckets {got}"
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
-            f"{case}: a parameter is missing, is there twice, or does not belong there.",
-            "put each parameter that needs a gradient into one bucket, and leave out frozen "
-            "parameters",
+            f"{case}. A parameter is missing, is in two places, or must not be in a bucket.",
+            "put each parameter that needs a gradient into exactly one bucket, and put no frozen "
+            "parameter into a bucket",
         )
         c.need(
             order == right,
-            f"{case}: the order is not right.",
+            f"{case}. The order of the parameters is not right.",
             "the first bucket holds the last parameters, because their gradients are ready first",
         )
         c.need(
             got == wanted,
-            f"{case}: a bucket begins too early, begins too late, or is empty.",
-            "begin a new bucket when the next parameter would exceed the limit of this bucket",
+            f"{case}. A bucket begins too early, begins too late, or is empty.",
+            "begin a new bucket if the next parameter would make this bucket larger than the limit",
         )
     c.expect(
         True,
@@ -408,26 +409,26 @@ def _trained(
         values, truth = floats(c, grads, "finish"), np.asarray(true, dtype=float)
         where = "worker 0 did not use a layer" if unused else f"the limit was {limit} bytes"
         where += f" in {unused}" if isinstance(unused, str) else ""
-        where += ", and the model used its last layer second" if crossed else ""
+        where += ", and the model did not use its layers in the listed order" if crossed else ""
         where += ", after zero_grad(set_to_none=False)" if keep else ""
         where += ", with two backward passes" if quiet else ""
         c.need(
             values.shape == truth.shape and bool(np.allclose(values, truth, atol=1e-10)),
             f"After `finish()`, worker {rank} does not have the means of the gradients ({where}).",
             "gradients do not always arrive in the order of the bucket: register a hook for each "
-            "parameter, and begin a message after the last of these hooks was called"
+            "parameter, and begin a bucket's message when the hooks of all its parameters have run"
             if crossed
-            else "in `finish`, prepare the next step for each bucket, also for a bucket whose "
-            "message `finish` itself began"
+            else "`finish` must prepare every bucket for the next step. This includes a bucket "
+            "whose message `finish` itself began"
             if unused == "step 0"
-            else "send the .grad of each parameter: even if a parameter gets no gradient in the "
-            "last backward pass, its .grad holds the gradient of an earlier pass"
+            else "send the .grad of each parameter: if a parameter gets no gradient in the last "
+            "backward pass, its .grad still has the gradient of an earlier pass"
             if unused == "pass 2"
-            else "in every backward pass, count the gradients of a bucket that have arrived in "
-            "this pass: a .grad can hold old values before its new gradient arrives"
+            else "in every backward pass, count how many gradients of a bucket have arrived. Do "
+            "not look at .grad to see this: a .grad can have old values from before this pass"
             if keep or (quiet and limit != _SMALL)
             else "after two backward passes, each .grad must be the sum of both passes, averaged "
-            "over the workers, so no_sync() must keep the gradients of the first pass in .grad"
+            "over the workers. So no_sync() must keep the gradients of the first pass in .grad"
             if quiet
             else "divide by world_size, write each part of a message back into the .grad of its "
             "parameter, and remove the messages of the previous step",
@@ -457,8 +458,8 @@ def parallel(c: Check) -> None:
     c.expect(
         min(early) >= 4,
         "messages begin while the backward pass is still running",
-        f"in steps 1 and 2, only {early[0]} and {early[1]} of 7 messages began before the backward "
-        "pass reached the first layer; at least 4 must",
+        "at least 4 of 7 messages must begin before the backward pass reaches the first layer. In "
+        f"the first step {early[0]} messages began so early, and in the second step {early[1]}",
         "begin the message of a bucket in the hook that gets the last gradient of this bucket, and "
         "let `finish` prepare the next step",
     )
@@ -539,8 +540,8 @@ def exposed(c: Check) -> None:
     c.expect(
         math.isclose(made, wanted, rel_tol=1e-6),
         "`exposed_of` returns the median of wait plus transfer, without the first two steps",
-        f"the check made a run with four steps, in which {list(EXPOSED_S)} s are exposed. For this "
-        f"run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
+        f"the check made a run with four steps: their exposed times are {list(EXPOSED_S)} s. For "
+        f"this run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
         f"{wanted:.4g} s",
         'leave out all rows of steps 0 and 1: `run.history["step"]` is the step of each row',
     )
@@ -587,11 +588,9 @@ def best(c: Check) -> None:
         least = min(times.values())
         c.need(
             times[int(found)] <= least * (1 + 1e-9),
-            f"For {case}, `best_blocks` returned {found:g}. Then {times[int(found)]:.4g} s are "
-            f"exposed, but with another number of blocks only {least:.4g} s are exposed.",
+            f"For {case}, `best_blocks` returned {found:g}. With this number "
+            f"{times[int(found)]:.4g} s are exposed, but with another number only {least:.4g} s.",
             "try every number of blocks; the backward pass begins with the last block, and the "
             "last bucket may be smaller",
         )
-    c.expect(
-        True, "with any other number of blocks in a bucket, at least as much time is exposed", ""
-    )
+    c.expect(True, "`best_blocks` returns a number of blocks with the shortest exposed time", "")

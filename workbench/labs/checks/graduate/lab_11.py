@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _LOOK = "\n_labs_answer = _labs_look()\ndel _labs_look\n"
 
 _RAISED = (
-    "the check uses tensors of the type float64: use your answer with such tensors in a new cell "
-    "that begins with %%distributed. Which line raises the error?"
+    "the check uses tensors of the type float64. Call your code with such tensors in a new cell "
+    "that begins with %%distributed: which line raises the error?"
 )
 
 _FLAT = """
@@ -219,9 +219,9 @@ def held(c: Check) -> None:
                 math.isclose(found, true, rel_tol=1e-9, abs_tol=4),
                 f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}, which is "
                 "not the number of bytes that a worker sends.",
-                "count the reduce-scatters and all-gathers of a step: in each of them, a worker "
-                "sends (N-1)/N of the bytes of all parameters; an all-reduce counts as one "
-                "reduce-scatter and one all-gather",
+                "an all-reduce is a reduce-scatter and an all-gather. Count all reduce-scatters "
+                "and all-gathers of a step. In each of them, a worker sends (N-1)/N of the bytes "
+                "of all parameters",
             )
     c.expect(
         True, "stage 1 sends as much as an all-reduce, and stage 3 sends 1.5 times as much", ""
@@ -252,8 +252,8 @@ def flat(c: Check) -> None:
                 f"For {int(numbers)} numbers, the vector of `flatten` has the length "
                 f"{int(length)}. With {workers} workers the length must be {wanted}, with zeros "
                 "at the end.",
-                "how many zeros are missing up to the next multiple of world_size? In Python, "
-                "-7 % 3 is 2",
+                "how many zeros must you add to reach the next multiple of world_size? The "
+                "operator % helps: -7 % 3 is 2",
             )
             c.need(
                 not kind,
@@ -262,10 +262,10 @@ def flat(c: Check) -> None:
             )
             c.need(
                 bool(same),
-                "`unflatten(flat, like)` does not return the numbers of `flat`, with the type of "
-                "`flat` and the shapes of the tensors in `like`.",
-                "in the vector `flat`, each tensor begins where the previous tensor ends; take no "
-                "numbers from `like`, because they can be different from those of `flat`",
+                "`unflatten(flat, like)` must return the numbers of `flat`, with the type of "
+                "`flat` and the shapes of the tensors in `like`, but it does not.",
+                "in the vector `flat`, each tensor begins where the previous tensor ends. Take all "
+                "numbers from `flat`: the numbers in `like` can be different",
             )
     c.expect(
         True,
@@ -288,8 +288,8 @@ def zero(c: Check) -> None:
     c.need(
         off < 1e-10,
         f"After four steps the weights differ from those of an undivided AdamW by {off:.2g}.",
-        "the gradient of a worker's part is the mean over all workers; after the optimizer's step, "
-        "every worker needs the new parts of all workers",
+        "each worker updates its part with the mean of all workers' gradients; then every worker "
+        "collects the new parts of all workers",
     )
     c.expect(True, "the weights equal those of an undivided optimizer", "")
     part_bytes = 3 * 8 * math.ceil(float(found[0][2]) / workers)  # amsgrad=True: three tensors
@@ -297,26 +297,26 @@ def zero(c: Check) -> None:
     c.need(
         not whole,
         f"On a worker, the state of `self.optimizer` has {max(whole, default=0):g} bytes, but the "
-        f"tensors of the state of a worker's part have {part_bytes} bytes.",
+        f"state for one worker's part must have {part_bytes} bytes.",
         "make one parameter for this worker's part, and give only this parameter to make_optimizer",
     )
     other = [float(one[1]) for one in found if float(one[1]) != part_bytes]
     c.expect(
         not other,
         f"each worker holds 1/{workers} of the optimizer's state",
-        f"state_bytes() returned {max(other, default=0):g}, but the tensors of the state of a "
-        f"worker's part have {part_bytes} bytes",
-        "add up the bytes of all tensors in the state of `self.optimizer` that have more than one "
-        "number: the check uses AdamW with amsgrad=True, which has one tensor more than Adam",
+        f"state_bytes() returned {max(other, default=0):g}, but the state for a worker's part has "
+        f"{part_bytes} bytes",
+        "in the state of `self.optimizer`, add up the bytes of all tensors with more than one "
+        "number. The check uses AdamW with amsgrad=True, which has one more such tensor than Adam",
     )
     names = [[str(name) for name in one[3]] for one in found]
     c.expect(
         all(sorted(one) == ["all_gather", "reduce_scatter"] for one in names),
-        "a step sends with one reduce-scatter and one all-gather",
+        "a step uses one reduce-scatter and one all-gather",
         "a step must use one reduce_scatter and one all_gather of the link, but it used "
         f"{', '.join(names[0]) or 'none'}",
         "flatten all gradients first, so that one reduce_scatter is enough, and collect the new "
-        "parts with one all_gather; an all_reduce sends twice as much"
+        "parts with one all_gather. An all_reduce sends twice as much as a reduce_scatter"
         if set(names[0]) & {"all_reduce", "reduce_scatter"} and "a function of dist" not in names[0]
         else "send only with the methods of `link`",
     )
@@ -358,7 +358,7 @@ def saved_state(c: Check) -> None:
         f"The saved state differs from that of an undivided AdamW by {off:.2g}.",
         "save every entry of the state under its name, and put the parts in the order of the ranks",
     )
-    c.expect(True, "the saved state is that of an undivided optimizer", "")
+    c.expect(True, "the saved state equals the state of an undivided optimizer", "")
     c.need(
         all(one[4] for one in found),
         "The dictionary of `whole_state()` changed when the training continued.",
@@ -436,8 +436,8 @@ def _divided(
     c.need(
         held <= numbers / workers + bias and biases in range(1, workers + 1),
         f"Worker {rank} holds {held:.0f} parameters, and all workers together hold "
-        f"{everywhere:.0f}. But without the last bias, the layers have {numbers:.0f} parameters "
-        "in total.",
+        f"{everywhere:.0f}. The layers have {numbers:.0f} parameters without the last bias: each "
+        "of these must be on exactly one worker.",
         f"keep only this worker's part as parameters: {kept}; the last bias may be on every worker "
         "or on only one worker",
     )
@@ -455,21 +455,21 @@ def _divided(
             math.isclose(squares, divided + count * last, rel_tol=1e-9)
             for count in range(1, int(biases) + 1)
         ),
-        "The gradients of the parts are not those of the undivided layers.",
-        "every weight and bias of a part must be a parameter with its own gradient; the backward "
-        "pass of SumOut must not add up gradients; and do not divide the bias by N: each copy then "
-        "gets only 1/N of its gradient",
+        "The gradients of the parts differ from the gradients of the undivided layers.",
+        "every weight and bias of a part must be a parameter with its own gradient. The backward "
+        "pass of SumOut must not add up gradients. Do not divide the bias by N: otherwise each "
+        "copy gets only 1/N of its gradient",
     )
     c.need(
         off_later < 1e-10,
         f"After a step of SGD, the result on worker {rank} differs from that of the undivided "
         f"layers by {off_later:.2g}.",
-        "do not give 1/N of the bias to each of N workers: a step then changes the sum of these "
-        "parts N times too much. Add the whole bias once",
+        "do not give 1/N of the bias to each of N workers: otherwise a step changes the sum of "
+        "these parts N times too much. Add the whole bias once",
     )
     c.need(
         bool(parts[6]),
-        f"After a step of SGD, the layers that worker {rank} gave to the module have changed.",
+        f"On worker {rank}, a step of SGD on the divided module changed the undivided layers too.",
         "make new parameters, and copy the numbers into them with .clone(): without a copy, a "
         "parameter and its layer use the same memory",
     )
@@ -528,7 +528,7 @@ def attention(c: Check) -> None:
             f"On worker {rank} the result differs from the result with all heads on one worker by "
             f"{float(off):.2g}.",
             "queries, keys and values are three blocks of rows in qkv.weight: take the rows of "
-            "this worker's heads from each block; use the causal mask; add the bias of `out` once",
+            "this worker's heads from each block. Use the causal mask. Add the bias of `out` once",
         )
         c.need(
             float(off_input) < 1e-10,
@@ -584,8 +584,8 @@ def saved(c: Check) -> None:
         float(deep) == float(deep_true),
         f"For six linear layers with GELU, autograd saves {float(deep_true):g} bytes, but "
         f"`saved_bytes` returned {float(deep):g}.",
-        "`pack` must return the tensor; otherwise its memory is used again, and two different "
-        "tensors have the same data_ptr()",
+        "`pack` must return the tensor. Otherwise PyTorch can use its memory for another tensor, "
+        "and then two different tensors have the same data_ptr()",
     )
     c.expect(
         float(twice) == float(twice_true),

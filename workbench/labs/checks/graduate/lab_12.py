@@ -70,7 +70,7 @@ def compressors(c: Check) -> None:
             _one_message(c, name, v, one, size_bytes(v), truth)
     c.expect(
         True,
-        "all three messages have the right number of bytes, and the right numbers come back",
+        "all three messages have the right number of bytes, and unpack returns the right numbers",
         "",
     )
 
@@ -82,8 +82,8 @@ def _one_message(
     c.need(same, f"`pack_{name}` changed its argument in place.", "work on a new tensor")
     c.need(
         dtype == "torch.uint8" and len(shape) == 1,
-        f"`pack_{name}` returned a tensor of {dtype} and the shape {tuple(shape)}, but must return "
-        "a vector of torch.uint8.",
+        f"`pack_{name}` returned a tensor with the type {dtype} and the shape {tuple(shape)}, but "
+        "it must return a vector of torch.uint8.",
         "tensor.view(torch.uint8) shows the bytes of a tensor",
     )
     c.need(
@@ -106,18 +106,19 @@ def _one_message(
             off <= 0.5 * step * 1.001,
             f"After pack_int8 and unpack_int8, a number is wrong by {off:.3g}; the largest "
             f"allowed error is half the scale, {step / 2:.3g}.",
-            "is the scale exactly the one in the table? Round to the nearest whole number; do not "
-            "cut off the fraction"
+            "do you compute the scale exactly as in the table? Round to the nearest whole number; "
+            "do not cut off the fraction"
             if off <= step * 1.01
-            else "the scale s depends on the largest magnitude: what is it in the vector [2, -3]?",
+            else "the scale s depends on the largest magnitude: which number of the vector [2, -3] "
+            "has the largest magnitude?",
         )
         return
     expected = truth(v)
     worst = int(np.abs(read - expected).argmax())
     c.need(
         bool(np.allclose(read, expected, rtol=1e-5, atol=0)),
-        f"After pack_{name} and unpack_{name}, a wrong number comes back: v[{worst}] is "
-        f"{v[worst]:.3g}, and the result has {read[worst]:.3g} in this place.",
+        f"After pack_{name} and unpack_{name}, a number is wrong: v[{worst}] is {v[worst]:.3g}, "
+        f"and the unpacked vector has {read[worst]:.3g} in this place.",
         "send the numbers that are largest in magnitude: a large negative number counts too"
         if name == "top_k"
         else "the scale is the mean of all magnitudes; the table says which numbers have the bit 1",
@@ -174,7 +175,7 @@ def feedback(c: Check) -> None:
     draw = np.random.default_rng(122)
     gradients = draw.normal(size=(7, workers, 6)).round(3) + 3e-4  # no sum lies between two halves
     source = _FEEDBACK.format(gradients=gradients.tolist())
-    found = c.ask(source, limit_s=LIMIT_S, hint="use the formulae of section 2, line by line")
+    found = c.ask(source, limit_s=LIMIT_S, hint="use the formulas of section 2 in their order")
     trials = [(kind, used) for kind in ("largest", "halves") for used in (True, False)]
     for place, (kind, used) in enumerate(trials):
         size, message_bytes = (6, 8) if kind == "largest" else (4, 4)
@@ -276,7 +277,7 @@ def loops(c: Check) -> None:
             answer = filled(c, worker[place], name)
             c.need(
                 isinstance(answer, (list, tuple)) and len(answer) == 2,
-                f"`{name}` did not return two things, the weights and the curve.",
+                f"`{name}` must return two things: the weights and the curve.",
                 "return w, curve",
             )
             weights = floats(c, answer[0], name, (3,))
@@ -287,21 +288,21 @@ def loops(c: Check) -> None:
                 "each worker takes `every` steps on its own copy, with a new gradient for each "
                 "step; then all workers take the mean of their copies"
                 if every > 1
-                else "in each step take one gradient, let the sender average it, and use what the "
-                "sender returns",
+                else "in each step, compute one gradient, average it with sender.mean, and use "
+                "the result",
             )
             curve = floats(c, answer[1], f"{name}'s curve")
             c.need(
                 curve.shape == (4, 2),
-                f"The curve of `{name}` has the shape {curve.shape}, but must have (4, 2).",
+                f"The curve of `{name}` has the shape {curve.shape}, but the shape must be (4, 2).",
                 "append [post.sent_bytes, task.loss(w)] after each step, or after each round",
             )
             c.need(
                 bool(np.allclose(curve[:, 0], np.array(points)[:, 0], rtol=1e-3)),
-                f"In a test, the first numbers of the points in the curve of `{name}` are "
-                f"{curve[:, 0].round(1).tolist()}, which are not the right bytes.",
-                "each point begins with post.sent_bytes: all bytes that this worker has sent up "
-                "to this point; no step or round may send more than one message",
+                f"In a test, the numbers of bytes in the curve of `{name}` are "
+                f"{curve[:, 0].round(1).tolist()}, which are wrong.",
+                "the first number of each point is post.sent_bytes: all bytes that this worker "
+                "has sent so far. A step or a round may send only one message",
             )
             c.need(
                 bool(np.allclose(curve[:, 1], np.array(points)[:, 1], rtol=1e-3)),
@@ -435,8 +436,8 @@ def gossip(c: Check) -> None:
             found == rounds,
             f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}, which is not the "
             "smallest number of rounds for this factor.",
-            "return the smallest whole t with second ** t <= factor; `second` is the second "
-            "eigenvalue",
+            "return the smallest whole number t with second ** t <= factor; `second` is the "
+            "second eigenvalue",
         )
     c.expect(True, "`second_eigenvalue` and `rounds_to` are right", "")
     for n in (2, 8):
@@ -467,7 +468,7 @@ def gossip(c: Check) -> None:
             "which this spread falls in a round.",
             "fit a straight line through the logarithms of all spreads, and return exp(slope)",
         )
-    c.expect(True, "`decay` finds the factor of a measured spread", "")
+    c.expect(True, "`decay` returns the factor by which a spread falls in a round", "")
 
 
 def _matrix(c: Check, value: Any, name: str, n: int) -> Floats:
@@ -477,7 +478,7 @@ def _matrix(c: Check, value: Any, name: str, n: int) -> Floats:
         c.wrong(f"{name} is not an array of numbers.", "begin with np.zeros((n, n))")
     c.need(
         found.shape == (n, n),
-        f"{name} has the shape {found.shape}, but must have {(n, n)}.",
-        "one row and one column for each worker",
+        f"{name} has the shape {found.shape}, but the shape must be {(n, n)}.",
+        "the matrix has one row and one column for each worker",
     )
     return found

@@ -43,7 +43,7 @@ def work(c: Check) -> None:
         c.need(
             found == numbers,
             f"parameters{sizes} returned {found:.0f}, which is not the number of parameters.",
-            "add up the rows of the table; multiply the rows of a layer by the number of layers",
+            "add up the rows of the table; a part that is in each layer counts once for each layer",
         )
         weights = layers * 12 * width**2 + width * vocabulary
         tokens = sequences * context
@@ -56,10 +56,10 @@ def work(c: Check) -> None:
         )
         c.need(
             found == 3 * forward,
-            f"step_flops{(*sizes, sequences)} returned {found:.4g}, which is not the FLOPs "
-            "of a training step.",
-            "count 2 FLOPs per token for each weight of a matrix product; add the two products of "
-            "attention, for each layer and sequence; do not count embeddings, norms and biases",
+            f"step_flops{(*sizes, sequences)} returned {found:.4g}, which is not the number of "
+            "FLOPs of a training step.",
+            "count 2 FLOPs per token for each weight of a matrix product. Add the two products of "
+            "attention for each layer and sequence. Do not count embeddings, norms and biases",
         )
         found = c.number_from("thumb_flops", *sizes, sequences)
         c.need(
@@ -124,7 +124,7 @@ def rates(c: Check) -> None:
     )
     c.need(
         0.025 <= shortest_s < 0.06,
-        f"For calls that take 90, 30, 90 and 90 ms after a first call of 10 ms, best_s returned "
+        "After a first call of 10 ms, four calls took 90, 30, 90 and 90 ms, but best_s returned "
         f"{1e3 * shortest_s:.0f} ms.",
         "leave out the first call, and return the shortest time of a single call",
     )
@@ -142,8 +142,8 @@ def rates(c: Check) -> None:
     )
     c.need(
         done == [["mm", [24, 24], [24, 24]], ["copy_", [1000], [1000]]],
-        "The measured work is not one product of two n x n matrices, or not one copy of `numbers` "
-        "numbers.",
+        "`matmul_rate` must measure one product of two n x n matrices, and `copy_rate` must "
+        "measure one copy of `numbers` numbers. At least one of them measures something else.",
         "the measured work is torch.mm(a, b, out=c), or b.copy_(a)",
     )
     for name, rate, truth, hint in (
@@ -231,7 +231,7 @@ def used(c: Check) -> None:
     step_time_s = c.number_of("step_time_s")
     c.need(
         close(step_time_s, truth, 1e-6),
-        f"`step_time_s` is {step_time_s:.6g}, which does not agree with the history.",
+        f"`step_time_s` is {step_time_s:.6g}, which does not agree with the history of 'alone'.",
         "take `step_s` of the rows with step >= 5, and compute the median in seconds; do not round "
         "it",
     )
@@ -275,10 +275,10 @@ def laws(c: Check) -> None:
             abs(found - truth) < 1e-3,
             f"serial_share({workers}, {[round(s, 3) for s in step_s]}) returned {found:.4g}, "
             "which is not the serial share.",
-            "fit the straight line a + b/n: a is the time that remains with very many workers; "
-            "limit the share to 0 ... 1",
+            "fit the straight line a + b/n: a is the time that remains with very many workers. If "
+            "the share is below 0, return 0. If it is above 1, return 1",
         )
-    c.expect(True, "`serial_share` returns the share of the least-squares line", "")
+    c.expect(True, "`serial_share` returns the serial share of the fitted line", "")
     for s, n in ((0.2, 4), (0.05, 64), (0.0, 8)):
         for name, truth in (
             ("strong_speedup", 1 / (s + (1 - s) / n)),
@@ -301,7 +301,8 @@ def laws(c: Check) -> None:
     c.need(
         c.call("most_workers", 0.0, 0.5) == math.inf,
         "most_workers(0.0, 0.5) is not infinite.",
-        "if the serial share is 0, every number of workers is efficient: return math.inf",
+        "if the serial share is 0, the efficiency is 1 for every number of workers: return "
+        "math.inf",
     )
     c.expect(True, "`strong_speedup`, `weak_speedup` and `most_workers` are right", "")
 
@@ -321,7 +322,7 @@ def prediction(c: Check) -> None:
             math.isclose(found, truth, rel_tol=1e-6),
             f"predicted_step_s({n}, {compute_s}, ...) returned {found:.4g}, which does not follow "
             "the formula.",
-            "there are log2(n) rounds; in each round, a message with all bytes is sent",
+            "there are log2(n) rounds; in each round, every worker sends a message with all bytes",
         )
         found = c.number_from("compute_from", truth, n, *link)
         c.need(
@@ -363,15 +364,15 @@ def prediction(c: Check) -> None:
         ),
         "`own_error` compares the run with your formula",
         f"`own_error` is {found:.3g}, which does not agree with the two runs",
-        "compute c from the mean step of `two` without step 0; the error is measured / predicted "
-        "- 1, without rounding",
+        "compute c from the mean step time of `two` without step 0. The error is measured / "
+        "predicted - 1, without rounding",
     )
     predicted = c.value("workbench_s")
     predicted_s = predicted.get(str(many.plan.workers)) if isinstance(predicted, dict) else None
     if not isinstance(predicted_s, float) or predicted_s <= 0:
         c.wrong(
             f"`workbench_s` has no prediction for {many.plan.workers} workers.",
-            "run the cell of section 5 again that sets `workbench_s` for 4 to 64 workers",
+            "section 5 has a cell that sets `workbench_s` for 4 to 64 workers: run it again",
         )
     found = c.number_of("workbench_error")
     c.expect(
@@ -403,7 +404,7 @@ def slowest(c: Check) -> None:
         c.need(
             _near(pair, (low, high)),
             f"For {len(values)} values, `interval` returned {pair[0]:.2f} to {pair[1]:.2f}, but "
-            f"the mean is between {low:.2f} and {high:.2f} in 90 % of the draws.",
+            f"90 % of the means are between {low:.2f} and {high:.2f}.",
             "draw len(values) values with replacement, `repeats` times; return the 5 % and the "
             "95 % quantile of their means",
         )
@@ -416,7 +417,8 @@ def slowest(c: Check) -> None:
         np.array_equal(pairs[0], pairs[1]) and not np.array_equal(pairs[0], pairs[2]),
         "`interval` must return the same result for the same seed, and another result for another "
         "seed. At least one of these two things is not true.",
-        "make the generator in the function, from the argument `seed`, and draw only with it",
+        "make the generator in the function, from the argument `seed`, and draw all values with "
+        "this generator",
     )
     c.need(
         bool(np.isclose(*pairs[3])),
@@ -448,11 +450,11 @@ def slowest(c: Check) -> None:
     pair = floats(c, c.value("many_interval"), "many_interval", (2,))
     c.expect(
         _near(pair, ends),
-        "`many_interval` is the interval of the mean step of `many`",
-        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but the mean step is between "
-        f"{ends[0]:.4g} and {ends[1]:.4g} s in 90 % of the draws",
-        "call `interval` with the values `step_s` of worker 0, but leave out step 0; use 1000 "
-        "repeats and any seed",
+        "`many_interval` is the interval of the mean step time of `many`",
+        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but 90 % of the mean step times are "
+        f"between {ends[0]:.4g} and {ends[1]:.4g} s",
+        "in the history of `many`, take `step_s` of worker 0 without step 0. Call `interval` with "
+        "these values, 1000 repeats and any seed",
     )
 
 
@@ -489,7 +491,8 @@ def cost(c: Check) -> None:
             math.isclose(found, math.ceil(rows / batch) * step_s / 3600 * workers * price),
             f"epoch_cost({rows}, {batch}, {step_s}, {workers}, {price}) returned {found:.4g}, "
             "which is not the price of the epoch.",
-            "multiply the number of whole steps by the hours of a step, the workers and the price",
+            "round the number of steps up; multiply it by the hours of a step, the number of "
+            "workers and the price per hour",
         )
     options = [(1, 100.0, 5.0), (2, 60.0, 6.0), (4, 40.0, 6.0), (8, 30.0, 9.0)]
     for deadline_s, truth, turn in (
@@ -500,8 +503,8 @@ def cost(c: Check) -> None:
         c.need(
             found == truth,
             f"cheapest({offers}, {deadline_s}) returned {found:g}, which is not the best option.",
-            "leave out options that are too slow; then take the lowest cost; if costs are equal, "
-            "take the shortest time; if no option remains, return 0",
+            "leave out options that are too slow. Then take the option with the lowest cost. If "
+            "costs are equal, take the shortest time. If no option remains, return 0",
         )
     c.expect(True, "`epoch_cost` and `cheapest` are right", "")
     names = [str(one) for one in c.items("job_files")]
@@ -510,7 +513,8 @@ def cost(c: Check) -> None:
         and names == sorted(set(names))
         and not {"runs", "checkpoints"} & set(names),
         "`job_files` are the files of a job folder",
-        f"`job_files` has {len(names)} names, but names are missing or the list is not sorted",
+        f"`job_files` has {len(names)} names, but names are missing, the list is not sorted, or it "
+        "has the names of subfolders",
         "list the names of the files in the folder that to_job returns: sort the list, and leave "
         "out subfolders",
     )
@@ -518,5 +522,5 @@ def cost(c: Check) -> None:
         c.text("job_strategy") == "one_device",
         "`job_strategy` is the strategy of the run",
         f"`job_strategy` is {c.text('job_strategy')!r}, but run.json names another strategy",
-        "read run.json with json.loads, and look for the key whose value is the strategy",
+        "read run.json with json.loads, and look for the name of the strategy in the result",
     )

@@ -150,15 +150,15 @@ def floats(c: Check, value: Any, name: str, shape: tuple[int, ...] | None = None
     try:
         found = np.asarray(value, dtype=float)
     except (TypeError, ValueError):
-        c.wrong(f"`{name}` gives values that are not numbers.", "return a tensor")
+        c.wrong(f"`{name}`: the values are not numbers.", "return a tensor")
     if shape is not None:
         c.need(
             found.shape == shape,
-            f"`{name}` gives the shape {found.shape}, but the shape must be {shape}.",
-            "the result is a vector (1-D tensor) of the size that the text of the exercise gives"
+            f"`{name}`: the shape is {found.shape}, but it must be {shape}.",
+            "the text of the exercise says which size the vector (1-D tensor) must have"
             if shape
-            else "the result is a single number",
+            else "the result must be a single number",
         )
-    c.need(bool(np.isfinite(found).all()), f"`{name}` gives numbers that are not finite.",
+    c.need(bool(np.isfinite(found).all()), f"`{name}`: at least one number is not finite.",
            "look for a division by zero, which can happen with a vector of zeros")  # fmt: skip
     return found

@@ -62,7 +62,8 @@ class Coordinated:
         """
         if training.hooks.step_end:
             raise FitError(
-                "A parameter server cannot call `on_step_end`, because its steps have no order.",
+                "Strategy parameter_server cannot call `on_step_end`, because its workers take "
+                "their steps in no fixed order.",
                 seen="a callback with the method on_step_end",
                 allowed="callbacks with on_epoch_end or on_train_end",
                 next_step="write your own loop and schedule closures in it: "

@@ -367,8 +367,8 @@ def check_callbacks(callbacks: Any) -> None:
             hooks = []  # Keras' own callbacks, which work without their calls after batches
         if hooks:
             raise FitError(
-                "A parameter server cannot call a callback after each batch, because its batches "
-                "have no order.",
+                "Strategy parameter_server cannot call a callback for each batch, because its "
+                "workers train on the batches in no fixed order.",
                 seen=f"{kind.__name__}.{hooks[0]}",
                 allowed="callbacks for epochs: on_epoch_begin, on_epoch_end, on_train_end",
                 next_step=OTHER_WAY,

@@ -164,7 +164,7 @@ def check_model(model: Any, distribution: Any) -> None:
         "The model was built outside this run's strategy, so this run cannot train it.",
         seen=f"a model built under {type(owner).__name__}"
         if owner
-        else "a model built under no strategy",
+        else "a model built without a strategy",
         allowed=f"a model built under {type(distribution).__name__}",
         next_step="build and compile the model in the cell that trains it: this cell runs in the "
         "strategy's scope",
@@ -468,8 +468,8 @@ def _theirs(
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
             note(
-                f"The callback {type(one).__name__} writes only on rank 0, because all workers "
-                f"have the same path {path}."
+                f"The callback {type(one).__name__} writes only on rank 0, because several workers "
+                f"would write to the same path {path}."
             )
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 

@@ -322,8 +322,8 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = (
-                "no clock can be read where the gradients are reduced (this is always so with "
-                "jit_compile)"
+                "Workbench cannot read a clock between the backward pass and the all-reduce "
+                "(with jit_compile, this is never possible)"
             )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 

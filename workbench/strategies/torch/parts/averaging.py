@@ -206,9 +206,9 @@ class Averaging:
             self._context.emit(
                 events.Warned(
                     rank=0,
-                    text="Bandwidth and latency have no effect, because the backend averages "
-                    "this run's gradients. To simulate links, choose an algorithm, for example "
-                    "-o allreduce=ring.",
+                    text="The bandwidth and latency of --inject have no effect, because the "
+                    "backend averages this run's gradients. To simulate links, choose an "
+                    "algorithm, for example -o allreduce=ring.",
                 )
             )
 

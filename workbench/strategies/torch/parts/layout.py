@@ -387,11 +387,11 @@ class Partitioned(Strategy):
         if on_device or (device.is_cpu and on_host):
             return asked, None
         if self.rank == 0 and (asked or not device.is_cpu):
-            place = "the memory of the workers' devices, so the model is now on the CPU"
+            place = "the memory of the workers' devices. So the model is now on the CPU"
             if asked and not on_host:
                 place = (
-                    "the host's memory if every worker has a copy, so only rank 0 has the "
-                    "model, as with -o gather=first"
+                    "the host's memory if every worker has a copy. So only rank 0 receives "
+                    "the model, as with -o gather=first"
                 )
             self.context.emit(
                 events.Noted(

@@ -206,9 +206,10 @@ class Reductions:
             self._context.emit(
                 events.Warned(
                     rank=rank,
-                    text="An optimizer updates parameters whose gradients are not averaged, so "
-                    f"each worker trains these parameters alone. Their shapes: {shapes[:100]}. "
-                    "Pass the model of these parameters too: other, other_optimizer = "
+                    text="An optimizer updates parameters of a model that was not passed to "
+                    "Workbench. So Workbench does not average their gradients, and each worker "
+                    f"trains these parameters alone. Their shapes: {shapes[:100]}. Pass the model "
+                    "of these parameters too: other, other_optimizer = "
                     "wb.prepare(other, other_optimizer).",
                 )
             )

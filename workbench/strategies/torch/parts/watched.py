@@ -80,8 +80,9 @@ class _Silence:
                 events.Warned(
                     rank=self._context.spec.rank,
                     text="The workers sent each other no messages while they trained, so each "
-                    "worker trained a separate model. For an ordinary PyTorch loop, replace "
-                    "wb.watch by model, optimizer, loader = wb.prepare(model, optimizer, loader).",
+                    "worker trained a separate model. For an ordinary PyTorch loop, use wb.prepare "
+                    "instead of wb.watch: model, optimizer, loader = wb.prepare(model, optimizer, "
+                    "loader).",
                 )
             )
 

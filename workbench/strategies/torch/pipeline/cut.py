@@ -169,11 +169,11 @@ def _chain(
         )  # fmt: skip
     elif not isinstance(program.data, torch.Tensor):
         raise FitError(
-            "The input of a model that is a chain of layers must be one tensor, so that it can "
-            "be divided into microbatches.",
+            "If the model is a chain of layers, its input must be one tensor. Workbench divides "
+            "this tensor into microbatches.",
             seen=type(program.data).__name__,
             next_step="make the data set return (x, y) where x is a tensor, or write a module "
-            "whose forward unpacks the input",
+            "that unpacks the input in forward",
             code="WB-FIT-134",
         )
     return layers, outputs, traced

@@ -126,7 +126,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
                 next_step=f"did you mean {guess!r}?"
                 if guess
                 else "name the layers that begin a stage, or remove split_at: Workbench then "
-                "divides the layers by measured times",
+                "measures the time of each layer and divides the layers",
                 code="WB-FIT-138",
             )
     bounds = [0, *cuts, len(layers)]

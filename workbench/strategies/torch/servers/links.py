@@ -306,8 +306,9 @@ class ShardLinks:
     def _taken_over(self, gone: int, server: int, seconds: float) -> None:
         if self._rank0:
             text = (
-                f"Server s{gone} died. Within {seconds:.2f} s, server s{server} took over the part "
-                f"of server s{gone}, and no step is lost. This part now has no second copy."
+                f"Server s{gone} died. Within {seconds:.2f} s, server s{server} took over the "
+                f"parameters of server s{gone}, and no step was lost. These parameters now have no "
+                "second copy."
             )
             self._context.emit(events.Noted(rank=0, text=text))
 

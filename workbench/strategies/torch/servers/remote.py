@@ -151,7 +151,7 @@ class Remote:
         if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
             raise FitError(
                 "This optimizer needs a closure that computes the loss again during the step, "
-                "and a server cannot do this.",
+                "but a server cannot compute the loss.",
                 seen=type(optimizer).__name__,
                 next_step="use another optimizer, or the strategy `mirrored`",
                 code="WB-FIT-123",
@@ -194,9 +194,9 @@ class Remote:
         now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
         if now != self._versions:
             raise FitError(
-                "The gradients were changed between backward() and optimizer.step(). A worker has "
-                "only its own part of the summed gradients, so the norm on a worker is not the "
-                "norm of the sum.",
+                "The gradients were changed between backward() and optimizer.step(). The servers "
+                "add up the gradients of all workers, so the norm on one worker is not the norm "
+                "of the sum.",
                 seen="clip_grad_norm_, or another change of the gradients in place",
                 next_step="use wb.fit(clip_norm=...), which clips on the server, or the strategy "
                 "`mirrored`",
@@ -249,8 +249,9 @@ class Remote:
         for i, parameter in enumerate(self.parameters):
             if i not in self._tables and parameter.grad is not None and parameter.grad.is_sparse:
                 raise FitError(
-                    "Only a layer made with sparse=True can have a sparse gradient here. For "
-                    "other layers, the servers have reserved memory for dense gradients.",
+                    "The servers can receive a sparse gradient only for a layer that was made with "
+                    "sparse=True. For other layers, the servers have reserved memory for dense "
+                    "gradients.",
                     seen=f"parameter {i} with shape {tuple(parameter.shape)}",
                     allowed="sparse gradients only for layers made with sparse=True",
                     next_step="make the layer with nn.Embedding(..., sparse=True), or call "

@@ -172,7 +172,7 @@ def importable(cls: type) -> str:
         found = getattr(found, part, None)
     if found is not cls or cls.__module__ == "__main__":
         raise FitError(
-            "The optimizer's class is defined in the cell, which the servers do not run.",
+            "The optimizer's class is defined in the cell, but the servers do not run the cell.",
             seen=cls.__qualname__,
             next_step="put the class into a .py file next to the notebook, and import it in the "
             "cell",

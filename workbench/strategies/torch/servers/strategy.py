@@ -224,7 +224,8 @@ class Served(Strategy):
 
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
-            "The loss cannot be scaled with this strategy: the workers would skip different steps.",
+            "This strategy does not support loss scaling, because the workers would skip different "
+            "steps.",
             seen=seen,
             allowed="precision bf16, which needs no scaling; fp16 with the strategies "
             "`mirrored`, `sharded`, `local_sgd`, `gossip`",
