@@ -18,7 +18,7 @@ TREE = [
     ),
     (["Is one device too slow for you?"], "no", ["one_device"]),
     (
-        ["Does a step compute for longer", "than its all-reduce takes?"],
+        ["In a step, does the computation", "take longer than the all-reduce?"],
         "no",
         ["local_sgd", "or mirrored with a larger batch", "or with compression"],
     ),

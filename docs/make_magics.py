@@ -44,7 +44,8 @@ CLUSTER: dict[str, tuple[str, str]] = {
         "%cluster start 8 --launcher slurm --launcher-option qos=high",
     ),
     "--listen": (
-        "loopback; with other machines, the address from which the notebook connects to them",
+        "loopback; if engines run on other machines, the address from which the notebook connects "
+        "to these machines",
         "%cluster start 4 --launcher slurm --listen eth0",
     ),
     "--ports": ("any free ports", "%cluster start 4 --launcher slurm --ports 20000-20100"),
@@ -88,7 +89,7 @@ ACTIONS: dict[str, tuple[str, str]] = {
     ),
     "attach": (
         "%cluster attach ID",
-        "takes over the cluster with this id, and its run; the cluster was started with `--keep`",
+        "takes over a cluster that was started with `--keep`, together with its run",
     ),
     "stop": ("%cluster stop", "ends all engines"),
 }
@@ -180,7 +181,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "world_size": ("both", "the number of workers of this cell or run, without servers"),
     "device": ("both", "this worker's device: `cpu`, `cuda:0`; under TensorFlow `GPU:0`"),
     "wb": ("both", "the package Workbench: `wb.fit`, `wb.prepare`, `wb.log`, `wb.data`, ..."),
-    "dist": ("PyTorch", "`torch.distributed`, with a ready process group"),
+    "dist": ("PyTorch", "`torch.distributed`; the process group is already initialized"),
     "strategy": ("TensorFlow", "the run's `tf.distribute.Strategy`; the cell runs in its scope"),
 }  # fmt: skip
 """What is injected, for which framework, what it is."""

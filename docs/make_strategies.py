@@ -56,7 +56,7 @@ time after this moment counts as the part `other` of the next step. If you want 
 `mirrored` accept several pairs. The run's final weights are the weights of the first model. Name
 the other models in `keep=`, so that checkpoints contain them.
 
-If an optimizer has parameters whose gradients are not averaged, a warning names this optimizer.
+If an optimizer has parameters whose gradients are not averaged, a warning shows their shapes.
 """
 
 

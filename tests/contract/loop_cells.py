@@ -450,3 +450,16 @@ def norms_clipped(kind):
     del theirs
     model, _ = prepare(ours, torch.optim.SGD(ours.parameters(), 0.1))
     return plain, norms(model)
+
+
+def prepared_as_elsewhere():
+    """Pass the scheduler as other libraries want it."""
+    import torch
+
+    from workbench.engine.training.user_loops import prepare
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    prepare(model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 1))

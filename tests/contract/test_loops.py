@@ -213,6 +213,13 @@ def test_a_loop_that_steps_by_hand_says_what_it_did(workers: Workers) -> None:
     assert [report.value for report in reports] == [["wb.prepare", 3, 0, 0]] * 2
 
 
+def test_schedulers_after_the_loader_are_sent_to_keep(workers: Workers) -> None:
+    (report,) = workers.run("one_device", loop_cells.prepared_as_elsewhere, workers=1)
+    assert "WB-FIT-191" in str(report.error)
+    assert "StepLR" in str(report.error)
+    assert report.left == []
+
+
 def test_sharded_says_what_a_method_goes_past(workers: Workers) -> None:
     reports = workers.run("sharded", loop_cells.trained, "parts", False, workers=2)
     for report in reports:

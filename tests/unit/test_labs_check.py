@@ -155,7 +155,7 @@ def test_a_function_that_is_to_return_a_number(returned):
 
 def test_a_result_that_is_no_number_at_all_is_not_the_sum():
     words, _ = lab_2._unlike(0, 2, np.array([math.nan, 11.0]), 11, "2 numbers", False)
-    assert "number 0 of worker 0" in words
+    assert "place 0 on worker 0" in words
 
 
 def test_a_run_that_does_not_exist_is_asked_for_by_its_name():

@@ -144,12 +144,12 @@ def cluster_parser() -> argparse.ArgumentParser:
     add("values", nargs="*", help="start: number of engines; other actions: engine ids")
     add("--devices", help="`auto`, `cpu`, `cuda`, or GPU numbers such as 0,1")
     add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
-    keep = "start: keep the cluster when this notebook ends; `attach` opens the cluster again"
+    keep = "start: engines continue after this notebook ends; `attach` connects to them again"
     add("--keep", action="store_true", help=keep)
     add(
         "--idle-timeout",
         metavar="T",
-        help="start: idle time after which the cluster ends: `30m`, `never`",
+        help="start: idle time after which the cluster ends: for example `30m`, or `never`",
     )
     add(
         "--take",
@@ -210,7 +210,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
     add(
         "--start-timeout",
         metavar="T",
-        help="how long a start may take, including the wait in a queue: 10m",
+        help="how long the start may take, including the wait in the scheduler's queue: "
+        "for example 10m",
     )
 
 

@@ -221,8 +221,8 @@ class RunRequest(RunSettings):
         "auto",
         choices=PLOTS,
         help="how the live dashboard is shown",
-        without="`auto`: the widget in a notebook, otherwise text; `text` and `off` show no chart "
-        "of a comparison",
+        without="`auto`: the widget in a notebook, otherwise text; with `text` and `off`, "
+        "comparisons have no chart",
         example="%%distributed mirrored --plot off",
     )
 

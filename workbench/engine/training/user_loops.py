@@ -24,7 +24,9 @@ prepared: weakref.WeakSet[Any] = weakref.WeakSet()
 """The models that `wb.prepare` received on this engine."""
 
 
-def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
+def prepare(
+    model: Any, optimizer: Any, loader: Any = None, *more: Any, keep: Sequence[Any] = ()
+) -> Any:
     """Distribute a model, an optimizer and a loader; use the returned objects in your loop.
 
     The returned model is the same module, moved to the worker's device. After this call it trains
@@ -46,6 +48,7 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
         model: A module.
         optimizer: An optimizer of the model's parameters.
         loader: A `DataLoader`. If you give no loader, the loop must divide its data itself.
+        more: Nothing. Other libraries take schedulers here; pass these as `keep`.
         keep: Other objects that a checkpoint must hold so that the loop can continue from the
             checkpoint: schedulers, loss scalers, or any object with `state_dict` and
             `load_state_dict`.
@@ -60,6 +63,16 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     """
     context = require("wb.prepare")
     spec = context.spec
+    if more:
+        raise FitError(
+            "wb.prepare takes one model, one optimizer and one loader.",
+            seen=f"{3 + len(more)} values; after the loader: "
+            + ", ".join(type(one).__name__ for one in more),
+            allowed="wb.prepare(model, optimizer, loader, keep=[...])",
+            next_step="call schedulers in the loop as before, and pass them as keep=[scheduler] "
+            "if a checkpoint must hold them; read test data with its own loader",
+            code="WB-FIT-191",
+        )
     fit_arguments.check_supported(context.entry, "prepare", ())
     if context.strategy is not None:
         return _prepare_another(context, model, optimizer, loader, keep)

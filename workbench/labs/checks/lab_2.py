@@ -70,7 +70,7 @@ def reduce_to_one(c: Check) -> None:
         not off,
         "worker 0 adds up the tensors and sends the sum, and each other worker sends once",
         f"with a tensor of {shown * NUMBER_BYTES} bytes, workers {_ranks(workers)} sent "
-        f"{sent[shown]} bytes, which is not right for reduce to one",
+        f"{sent[shown]} bytes, which is not right for 'reduce to one'",
         "every worker except worker 0 sends its tensor once, to worker 0. Worker 0 sends the sum "
         "once to each of the other workers",
     )
@@ -88,7 +88,7 @@ def ring(c: Check) -> None:
     astray = min((_not_around(found, turn) for turn in (1, -1)), key=len)
     c.expect(
         not astray,
-        "every worker sends all its messages to the same neighbour in the ring",
+        "all messages go in the same direction around the ring",
         f"worker {astray[0][0] if astray else 0} sent a message to worker "
         f"{astray[0][1] if astray else 0}, but in a ring all messages go in the same direction",
         "in a ring a worker has two neighbours: it always sends to the same neighbour, and always "
@@ -200,8 +200,8 @@ def crossing(c: Check) -> None:
         c.need(
             m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-3),
             f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g}) returned {m_bytes:.4g}. With "
-            f"this size, reduce to one takes {one_s:.4g} s and the ring takes {ring_s:.4g} s, but "
-            "both times must be equal.",
+            f"this size, 'reduce to one' takes {one_s:.4g} s and the ring takes {ring_s:.4g} s, "
+            "but both times must be equal.",
             "set both formulas equal. Then move the terms with M to one side, and the terms with λ "
             "to the other side",
         )
@@ -392,7 +392,7 @@ def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = N
     whole = sum(10.0**rank for rank in range(len(found)))
     c.expect(
         all((np.asarray(one, dtype=float) == whole).all() for one in found),
-        "the function works for matrices of type float64 too, such as gradients",
+        "the function works for a matrix of type float64, such as a gradient",
         "if `x` is a matrix of type float64, the result is not the sum",
         hint,
     )

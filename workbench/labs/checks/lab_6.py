@@ -85,7 +85,8 @@ def workers_needed(c: Check) -> None:
         c.need(
             (count - 1) * limit_bytes < need,
             f"{asked} returned {count}, but fewer workers are enough.",
-            "divide the bytes of all parameters by the bytes that one worker may use, and round up",
+            "divide the bytes that training needs by the bytes that one worker may use, and round "
+            "up",
         )
     c.expect(True, "`workers_needed` returns the smallest number of workers with enough memory", "")
 
@@ -125,7 +126,7 @@ def right_cnn(c: Check) -> None:
     c.expect(
         answer["moved"] == [True, False, False, False, False],
         "each prediction depends only on its own image",
-        "the check changed only image 0 of 5 images, so only prediction 0 may change; these "
+        "the check changed only image 0 of the 5 images, so only prediction 0 may change; these "
         f"predictions changed: {_places(answer['moved'])}",
         "do not remove rows at the end: at that point, each row already mixes parts of several "
         "images; make the maps smaller before you flatten them",

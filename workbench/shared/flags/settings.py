@@ -67,7 +67,7 @@ class RunSettings:
         metavar="RUN",
         trains=True,
         argument="init_from",
-        help="start from the final weights of this run",
+        help="start from the final weights of the given run",
         without="the cell's own initial weights",
         example="%%distributed mirrored --init-from base",
     )
@@ -170,7 +170,7 @@ class RunSettings:
         is_text=True,
         read=parse_targets,
         help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
-        without="the run is not sent anywhere",
+        without="no log is written to these tools",
         example="%%distributed mirrored --log tensorboard:runs",
     )
     name: str = _said(

@@ -119,8 +119,8 @@ def _models(c: Check, value: Any, name: str, rounds: int = 3) -> Floats:
         found.shape == (rounds, 9),
         f"For {rounds} rounds `{name}` returned a result of the shape {found.shape}, but its shape "
         f"must be {(rounds, 9)}.",
-        "return a list with one vector of 9 numbers for each round. Do not add the weights "
-        "before the first round, which are zeros",
+        "return a list with one vector of 9 numbers for each round. The list must not begin with "
+        "the weights before the first round, which are zeros",
     )
     return found
 
@@ -189,8 +189,8 @@ def private(c: Check) -> None:
     )
     c.need(
         bool(np.allclose(clips[1], [3, -4, 0]) and np.allclose(clips[2], 0)) and found[0][1],
-        "`clip` changed an update whose norm was already below the limit, or it changed its "
-        "argument `update` in place.",
+        "`clip` changed an update with a norm below the limit, or it changed its argument `update` "
+        "in place.",
         "return a new tensor: `update` times min(1, norm / (the norm of `update`))",
     )
     c.expect(True, "`clip` keeps the direction and limits the norm", "")
@@ -277,7 +277,7 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     messages = [_received(c, found[0][4][at][1], n, (3, 12)[at]) for at in (0, 1)]
     c.need(
         float(np.linalg.norm(messages[0], axis=2).max()) <= 0.1 * (1 + 1e-6),
-        "With z = 0, the office received an update whose norm is larger than the limit.",
+        "With z = 0, the office received an update with a norm above the limit.",
         "clip the update before you send it",
     )
     models = _models(c, found[0][4][1][0], "dp_fedavg", 12)
@@ -439,7 +439,7 @@ def secure(c: Check) -> None:
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask
     c.need(
         n == 1 or float(np.abs(np.sort(four) - np.linspace(0, 1, 2000)).max()) < 0.06,
-        "The sum of all messages except one must look random, but it does not.",
+        "If one message is missing, the sum of the others must look random, but it does not.",
         "each pair of branches needs its own mask",
     )
     c.need(

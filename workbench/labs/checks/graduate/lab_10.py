@@ -347,7 +347,7 @@ def buckets(c: Check) -> None:
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
-            f"{case}. A parameter is missing, is in two places, or must not be in a bucket.",
+            f"{case}. A parameter is missing, is there twice, or must not be in a bucket.",
             "put each parameter that needs a gradient into exactly one bucket, and put no frozen "
             "parameter into a bucket",
         )
@@ -539,7 +539,7 @@ def exposed(c: Check) -> None:
     wanted = float(np.median(EXPOSED_S[2:]))
     c.expect(
         math.isclose(made, wanted, rel_tol=1e-6),
-        "`exposed_of` returns the median of wait plus transfer, without the first two steps",
+        "`exposed_of` returns the median of wait time plus transfer time, from step 2 on",
         f"the check made a run with four steps: their exposed times are {list(EXPOSED_S)} s. For "
         f"this run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
         f"{wanted:.4g} s",
@@ -588,7 +588,7 @@ def best(c: Check) -> None:
         least = min(times.values())
         c.need(
             times[int(found)] <= least * (1 + 1e-9),
-            f"For {case}, `best_blocks` returned {found:g}. With this number "
+            f"For {case}, `best_blocks` returned {found:g}. With this number, "
             f"{times[int(found)]:.4g} s are exposed, but with another number only {least:.4g} s.",
             "try every number of blocks; the backward pass begins with the last block, and the "
             "last bucket may be smaller",

@@ -436,8 +436,8 @@ def _divided(
     c.need(
         held <= numbers / workers + bias and biases in range(1, workers + 1),
         f"Worker {rank} holds {held:.0f} parameters, and all workers together hold "
-        f"{everywhere:.0f}. The layers have {numbers:.0f} parameters without the last bias: each "
-        "of these must be on exactly one worker.",
+        f"{everywhere:.0f}. Without the last bias, the layers have {numbers:.0f} parameters, and "
+        f"each worker must hold {numbers / workers:.0f} of them.",
         f"keep only this worker's part as parameters: {kept}; the last bias may be on every worker "
         "or on only one worker",
     )
@@ -469,7 +469,7 @@ def _divided(
     )
     c.need(
         bool(parts[6]),
-        f"On worker {rank}, a step of SGD on the divided module changed the undivided layers too.",
+        f"On worker {rank}, a step of SGD also changed the layers that `__init__` received.",
         "make new parameters, and copy the numbers into them with .clone(): without a copy, a "
         "parameter and its layer use the same memory",
     )

@@ -302,7 +302,7 @@ def loops(c: Check) -> None:
                 f"In a test, the numbers of bytes in the curve of `{name}` are "
                 f"{curve[:, 0].round(1).tolist()}, which are wrong.",
                 "the first number of each point is post.sent_bytes: all bytes that this worker "
-                "has sent so far. A step or a round may send only one message",
+                "has sent so far. In each step or round, send only one message",
             )
             c.need(
                 bool(np.allclose(curve[:, 1], np.array(points)[:, 1], rtol=1e-3)),
@@ -330,11 +330,13 @@ def equal_bytes(c: Check) -> None:
         c.need(
             math.isclose(seen, truth),
             f"loss_at({_CURVES[name]}, {budget}) returned {seen:g}, which is wrong.",
-            "take the last point whose bytes are at most the budget, not the best point",
+            "take the last point with at most as many bytes as the budget, even if an earlier "
+            "point has a lower loss",
         )
     c.need(
         c.call("loss_at", _CURVES["late"], 200) == math.inf,
-        "`loss_at` did not return infinity for a curve whose first point is above the budget.",
+        "If the first point of a curve is above the budget, `loss_at` must return infinity, but it "
+        "does not.",
         'return float("inf") if every point used more bytes than the budget',
     )
     for budget, order in ((170, ["fast", "slow", "late"]), (255, ["late", "slow", "fast"])):
@@ -371,8 +373,8 @@ def equal_bytes(c: Check) -> None:
         c.expect(
             abs(sent[name] / sent["dense"] - 1) <= BUDGET_SHARE,
             f"the run {name!r} sent as many bytes as 'dense'",
-            f"in the run {name!r} all workers together sent {sent[name]:.0f} bytes, and in "
-            f"'dense' {sent['dense']:.0f}",
+            f"in the run {name!r} all workers together sent {sent[name]:.0f} bytes, but in "
+            f"'dense' they sent {sent['dense']:.0f} bytes",
             "divide the bytes of 'dense' by the bytes that this run sends in one step: this is "
             "the number of steps. For 'local', divide by the bytes of one round: this is the "
             "number of rounds, and each round has 16 steps",

@@ -52,7 +52,8 @@ def work(c: Check) -> None:
         c.need(
             found != forward,
             f"step_flops{(*sizes, sequences)} returned the FLOPs of the forward pass.",
-            "a training step also has a backward pass, which takes twice as many FLOPs",
+            "a training step also has a backward pass, which takes twice as many FLOPs as the "
+            "forward pass",
         )
         c.need(
             found == 3 * forward,
@@ -144,7 +145,7 @@ def rates(c: Check) -> None:
         done == [["mm", [24, 24], [24, 24]], ["copy_", [1000], [1000]]],
         "`matmul_rate` must measure one product of two n x n matrices, and `copy_rate` must "
         "measure one copy of `numbers` numbers. At least one of them measures something else.",
-        "the measured work is torch.mm(a, b, out=c), or b.copy_(a)",
+        "measure only torch.mm(a, b, out=c) in `matmul_rate`, and only b.copy_(a) in `copy_rate`",
     )
     for name, rate, truth, hint in (
         (
@@ -404,9 +405,9 @@ def slowest(c: Check) -> None:
         c.need(
             _near(pair, (low, high)),
             f"For {len(values)} values, `interval` returned {pair[0]:.2f} to {pair[1]:.2f}, but "
-            f"90 % of the means are between {low:.2f} and {high:.2f}.",
+            f"90 % of the means that the check drew are between {low:.2f} and {high:.2f}.",
             "draw len(values) values with replacement, `repeats` times; return the 5 % and the "
-            "95 % quantile of their means",
+            "95 % quantile of the means",
         )
     values = np.random.default_rng(1).normal(10.0, 2.0, 50)
     pairs = [
@@ -451,8 +452,8 @@ def slowest(c: Check) -> None:
     c.expect(
         _near(pair, ends),
         "`many_interval` is the interval of the mean step time of `many`",
-        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but 90 % of the mean step times are "
-        f"between {ends[0]:.4g} and {ends[1]:.4g} s",
+        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but 90 % of the means that the "
+        f"check drew are between {ends[0]:.4g} and {ends[1]:.4g} s",
         "in the history of `many`, take `step_s` of worker 0 without step 0. Call `interval` with "
         "these values, 1000 repeats and any seed",
     )
