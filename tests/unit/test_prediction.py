@@ -366,3 +366,25 @@ def test_a_small_last_batch_does_not_lower_the_number_of_workers() -> None:
     assert _samples(uneven, most, "strong", None) == pytest.approx(0.98)
     with pytest.raises(PlanError, match="WB-PLAN-298"):
         _samples(uneven, most + 1, "strong", None)
+
+
+def test_a_run_without_waits_ends_with_its_slowest_worker() -> None:
+    own = draw_own(np.random.default_rng(5), 60, 2) * (0.04, 0.4)
+    step_s = own + 0.002
+    run = made_run(own, step_s, "parameter_server", sent_bytes=1e6, joined=False)
+    truth = 2 * 60 * 8 / step_s.sum(axis=0).max()
+    (point,) = predict([run], [2]).points
+    assert point.samples_per_s[0] == pytest.approx(truth, rel=0.05)
+    assert point.step_s[0] == pytest.approx(step_s.mean(), rel=0.05)
+    found = rank(run, [{"straggler": None}])
+    assert found.samples_per_s == pytest.approx(truth, rel=0.05)
+    freed = 2 * 60 * 8 / step_s.sum(axis=0).min()
+    assert found.variants[0].speedup[0] == pytest.approx(freed / truth, rel=0.15)
+
+
+def test_equal_workers_without_waits_are_not_called_unequal() -> None:
+    own = draw_own(np.random.default_rng(5), 240, 4)
+    run = made_run(own, own + 0.002, "parameter_server", sent_bytes=1e6, joined=False)
+    truth = 4 * 240 * 8 / (own + 0.002).sum(axis=0).max()
+    (point,) = predict([run], [4]).points
+    assert point.samples_per_s[0] == pytest.approx(truth, rel=0.02)

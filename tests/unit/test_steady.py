@@ -122,6 +122,17 @@ def test_a_worker_on_its_own_that_ended_long_before_another_adds_no_rate_of_its_
     assert rate.low <= rate.mean <= rate.high
 
 
+def test_a_fast_worker_that_ends_in_the_slow_ones_warm_up_counts_all_the_same() -> None:
+    rows = make_rows(60, 2, compute_s=0.002)
+    rows["end_s"][:, 1] += 0.040  # 50 ms
+    rows["end_s"][:15, 1] += 0.004
+    spent_s = float((rows["end_s"] - rows["start_s"])[:, 1].sum())
+    rate = rate_of(make_history(rows, joined=False))
+    assert rate is not None
+    assert rate.warm_up > 0
+    assert rate.mean == pytest.approx(2 * 60 * 8 / spent_s, rel=0.05)
+
+
 def test_a_slow_start_of_one_worker_on_its_own_does_not_change_the_rate_of_all() -> None:
     rows = make_rows(100, 3, compute_s=0.010)
     rows["end_s"][:, 1] += 0.030  # 46 ms instead of 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from history_rows import make_history, make_rows
 
 from workbench.errors import PlanError, RunError
 from workbench.history.analysis.counterfactual import what_if
+from workbench.history.store import RunHistory
 
 NAN = float("nan")
 
@@ -81,16 +83,41 @@ def test_in_a_pipeline_the_busiest_other_stage_sets_the_pace() -> None:
     assert found.saved_s == pytest.approx(10 * 0.030, rel=1e-3)
 
 
-def test_a_worker_on_its_own_is_given_the_others_rate() -> None:
-    rows = make_rows(60, 3)
+def own_paces(steps: int, workers: int) -> Any:
+    """Return rows of workers that wait for nobody; the last one is half as fast (32 ms)."""
+    rows = make_rows(steps, workers)
     rows["ready_s"], rows["wait_s"] = NAN, 0.0
-    rows["end_s"][:, 2] += 0.016  # twice as long as the others' 16 ms
-    begin = rows["end_s"] - rows["start_s"]
-    rows["end_s"] = 100.0 + np.cumsum(begin, axis=0)
-    rows["start_s"] = rows["end_s"] - begin
-    found = what_if(make_history(rows, joined=False), 2)
+    rows["end_s"][:, -1] += 0.016
+    spent = rows["end_s"] - rows["start_s"]
+    rows["end_s"] = 100.0 + np.cumsum(spent, axis=0)
+    rows["start_s"] = rows["end_s"] - spent
+    return rows
+
+
+def test_a_run_ends_with_its_slowest_worker_although_nobody_waits_for_it() -> None:
+    found = what_if(make_history(own_paces(60, 3), joined=False), 2)
     assert found.model == "asynchronous"
+    assert found.samples_per_s == pytest.approx(3 * 60 * 8 / (60 * 0.032), rel=1e-3)
+    assert found.speedup == pytest.approx(2, rel=1e-3)
+    assert found.saved_s == pytest.approx(60 * 0.016, rel=1e-3)
+    assert found.without_s.mean() == pytest.approx(0.016, rel=1e-3)
+    assert found.step_s.mean() == pytest.approx(0.016 * 4 / 3, rel=1e-3)
+
+
+def test_in_a_run_that_goes_on_a_faster_worker_takes_more_steps() -> None:
+    rows, history = own_paces(60, 3), RunHistory(range(3), joined=False)
+    for rank, steps in ((0, 60), (1, 60), (2, 30)):
+        history.append(rows[:steps, rank])
+    found = what_if(history, 2)
     assert found.speedup == pytest.approx(3 / 2.5, rel=1e-3)
+
+
+def test_by_default_it_is_the_worker_with_clearly_longer_steps_if_nobody_waits() -> None:
+    assert what_if(make_history(own_paces(60, 3), joined=False)).without == 2
+    alike = make_rows(60, 3)
+    alike["wait_s"] = 0.0
+    with pytest.raises(PlanError, match="WB-PLAN-043"):
+        what_if(make_history(alike, joined=False))
 
 
 def test_what_cannot_be_answered_is_said() -> None:

@@ -133,7 +133,7 @@ class Exchange:
             first: Number of the first step: some messages are not part of every step.
         """
         if self.setting.alone:
-            return self._alone(own, cost)
+            return np.asarray(self.paces(own, cost).mean(axis=0))
         clocks = np.zeros((self.workers + self.servers, own.shape[2]))
         for step in range(len(own)):
             self._step(clocks, own[step], cost, first + step)
@@ -250,8 +250,8 @@ class Exchange:
 
     # -- nobody waits for all -------------------------------------------------------------------
 
-    def _alone(self, own: Floats, cost: Cost) -> Floats:
-        """Return the mean step of asynchronous workers."""
+    def paces(self, own: Floats, cost: Cost) -> Floats:
+        """Return the mean step of each asynchronous worker, shape (workers, draws)."""
         options = self.setting.options
         every = int(options.get("pull_every", 1))
         servers = max(self.servers, 1)
@@ -272,8 +272,8 @@ class Exchange:
         bound = options.get("max_staleness")
         if bound is not None and self.workers > 1:
             return self._bounded(own, think + sum(stations), int(bound))
-        mean = own.mean(axis=(0, 1))
-        return np.asarray(mean + think + self._served(mean + think, stations))
+        each = own.mean(axis=0)
+        return np.asarray(each + think + self._served(each.mean(axis=0) + think, stations))
 
     def _served(self, think: Floats, stations: list[Floats]) -> Floats:
         """Return the seconds at the servers' ports in a cycle, by mean value analysis.
@@ -294,7 +294,7 @@ class Exchange:
         return spent
 
     def _bounded(self, own: Floats, exchange: Floats, bound: int) -> Floats:
-        """Return the mean step if no worker can be more than `bound` steps ahead."""
+        """Return each worker's mean step if none can be more than `bound` steps ahead."""
         steps, workers, draws = own.shape
         ends = np.zeros((steps + 1, workers, draws))
         for step in range(steps):
@@ -302,4 +302,4 @@ class Exchange:
             behind = step + 1 - bound
             if behind >= 1:
                 ends[step + 1] = np.maximum(ends[step + 1], ends[behind].max(axis=0))
-        return np.asarray(ends[-1].mean(axis=0) / steps)
+        return np.asarray(ends[-1] / steps)

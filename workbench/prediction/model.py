@@ -6,7 +6,7 @@ Effects outside the model are a further random factor, calibrated on training ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,10 +38,18 @@ class Computed:
     Attributes:
         step_s: (draws,) mean seconds of a step.
         share: Share of each of `CAUSES` in a step; adds up to 1.
+        behind: (draws,) step of the slowest worker divided by the mean step. If no worker waits for
+            another, the run ends with the slowest worker. Otherwise it is 1.
     """
 
     step_s: Floats
     share: tuple[float, ...]
+    behind: Floats
+
+    @property
+    def end_s(self) -> Floats:
+        """(draws,) seconds of the run divided by its steps."""
+        return self.step_s * self.behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +91,14 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
     if not case.setting.piped:
         scaled += case.work.injected(drawn) * (1 - scale)  # an injected delay is not divided
     own = np.ascontiguousarray(scaled.transpose(1, 2, 0))
-    mean = own.mean(axis=(0, 1))
+    mean, together = own.mean(axis=(0, 1)), np.ones(draws)
     if n == 1 or not (case.message_bytes > 0 or case.setting.piped):
-        return _spread(Computed(mean, (1.0, 0.0, 0.0)), case, rng, noisy=noisy)
+        return _spread(Computed(mean, (1.0, 0.0, 0.0), together), case, rng, noisy=noisy)
     exchange = exchange_of(case.setting, case.message_bytes)
     period = exchange.period(own, case.cost, case.first)
+    behind = together
+    if case.setting.alone and isinstance(exchange, Exchange):
+        behind = _behind(exchange.paces(own, case.cost), own, case.steps)
     even = np.broadcast_to(mean, own.shape)
     free = exchange.period(even, _free(case.cost), case.first)
     messages = exchange.period(even, case.cost, case.first) - free
@@ -95,7 +106,25 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
     busy = min(float(np.median(mean)) / whole, 1.0)
     sent = min(max(float(np.median(messages)) / whole, 0.0), 1.0 - busy)
     share = (busy, 1.0 - busy - sent, sent)
-    return _spread(Computed(_lengthened(period, own, case), share), case, rng, noisy=noisy)
+    found = Computed(_lengthened(period, own, case), share, behind)
+    return _spread(found, case, rng, noisy=noisy)
+
+
+def _behind(pace: Floats, own: Floats, count: int) -> Floats:
+    """Return the slowest worker's step divided by the mean step, for a run of `count` steps.
+
+    The chance of single steps makes workers of equal speed differ, but less in a longer run.
+
+    Args:
+        pace: (workers, draws) mean step of each worker over the computed steps.
+        own: (steps, workers, draws) seconds of computation.
+    """
+    steps = len(own)
+    mean = pace.mean(axis=0)
+    spread = pace.var(axis=0).mean()
+    chance = own.var(axis=0).mean() / steps
+    kept = max(spread - chance, 0.0) + min(chance, spread) * steps / max(count, steps)
+    return np.asarray(1 + (pace.max(axis=0) / mean - 1) * np.sqrt(kept / max(spread, 1e-30)))
 
 
 def _lengthened(period: Floats, own: Floats, case: Case) -> Floats:
@@ -144,4 +173,4 @@ def _spread(found: Computed, case: Case, rng: np.random.Generator, *, noisy: boo
         doublings = max(np.log2(case.setting.workers / max(case.seen_workers, 1)), 0.0)
         spread = np.hypot(UNEXPLAINED, UNEXPLAINED_PER_DOUBLING * doublings)
         step_s = step_s * np.exp(rng.normal(0.0, spread, len(step_s)))
-    return Computed(step_s, found.share)
+    return replace(found, step_s=step_s)

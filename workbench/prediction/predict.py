@@ -568,7 +568,8 @@ def _point(found: Computed, case: Case, samples: float, base: Probe) -> Point:
     total = samples * (n if base.setting.entry.data_parallel else 1)
     values = case.work.seen
     far = n > FAR * case.seen_workers or (n > values / 10 and not case.setting.piped)
-    rates = (total / middle, total / high, total / low)
+    first, half, last = (float(q) for q in np.quantile(found.end_s, (0.05, 0.5, 0.95)))
+    rates = (total / half, total / last, total / first)
     return Point(n, (middle, low, high), rates, found.share, far, total)
 
 

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import PlanError
-from ..history.analysis.blame import blame
+from ..history.analysis.counterfactual import straggler_of
 from .link import Link, parse_link
-from .model import compute
+from .model import Computed, compute
 from .predict import Knows, packed_share, read, target_setting
 from .probe import Probe
 
 if TYPE_CHECKING:
     from ..history.run_data import RunData
 
-Floats = NDArray[np.float64]
 CHANGES = ("link", "latency", "straggler", "batch_size", "overlap", "workers", "strategy")
 """Possible changes in addition to the strategy's options."""
 
@@ -100,27 +98,30 @@ def rank(
     was_s = float(base.step_s.mean())
     total = base.samples * (base.workers if base.setting.entry.data_parallel else 1)
     found, notes = [], []
+    was_end_s = was_s * float(np.median(before.behind))
     for change in every:
-        new, samples, more, shares = _computed(run, base, knows, change)
-        ratio = new / before.step_s
-        rate = samples / total / ratio
+        new, samples, more = _computed(run, base, knows, change)
+        ratio, rate = new.step_s / before.step_s, samples / total * before.end_s / new.end_s
         low, middle, high = (float(q) for q in np.quantile(was_s * ratio, (0.05, 0.5, 0.95)))
         worse, speedup, better = (float(q) for q in np.quantile(rate, (0.05, 0.5, 0.95)))
         text = ", ".join(f"{key}={value}" for key, value in change.items())
         found.append(
-            Variant(text, (middle, low, high), samples / middle, (speedup, worse, better), shares)
-        )
+            Variant(
+                text, (middle, low, high), speedup * total / was_end_s, (speedup, worse, better),
+                new.share,
+            )
+        )  # fmt: skip
         notes += more
     found.sort(key=lambda one: -one.speedup[0])
     return Ranking(
-        run.name, was_s, total / was_s, before.share, tuple(found), tuple(dict.fromkeys(notes))
+        run.name, was_s, total / was_end_s, before.share, tuple(found), tuple(dict.fromkeys(notes))
     )
 
 
 def _computed(
     run: RunData, base: Probe, knows: Knows, change: Mapping[str, Any]
-) -> tuple[Floats, float, list[str], tuple[float, ...]]:
-    """Return steps with a change (draws,), samples of all workers, notes, shares."""
+) -> tuple[Computed, float, list[str]]:
+    """Return the steps with a change, the samples of all workers, and notes."""
     workers = change.get("workers", base.workers)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise PlanError(
@@ -173,7 +174,7 @@ def _computed(
         base, knows = _without(run, base, knows, change["straggler"])
     case = knows.case(setting, samples, link, base.total_steps, straggler=straggler)
     found = compute(case)
-    return found.step_s, total, knows.notes([setting], [samples], link), found.share
+    return found, total, knows.notes([setting], [samples], link)
 
 
 def _link(change: Mapping[str, Any]) -> Link | None:
@@ -203,7 +204,7 @@ def _without(
         )  # fmt: skip
     if base.slow:
         return base, knows
-    worst = blame(run.history).worst
+    worst = straggler_of(run.history)
     if worst is None:
         raise PlanError(
             "No worker is clearly slower than the others, so there is no straggler to remove.",

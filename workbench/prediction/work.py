@@ -7,8 +7,8 @@ A worker's seconds in a step are split as in a two-way analysis of variance with
 
 - The part common to all workers is found by their covariance over the steps. If the covariance
   could be chance, this part is zero.
-- The part of a worker counts if workers differ by more than their steps explain. Further workers
-  are drawn from the measured ones.
+- The part of a worker counts if workers differ by more than their steps explain. For another
+  number of workers, this part is drawn from the measured workers.
 - The rest is drawn for each worker and step. The time of the slowest of n workers is the largest
   of n such draws, so the largest measured values matter: above the 90th percentile they are
   smoothed by a generalized Pareto distribution (Pickands, Annals of Statistics 3(1), 1975;
@@ -107,14 +107,16 @@ class Work:
             if again:
                 own = own[rng.integers(0, count, count)]
             offsets = np.zeros(ranks) if self.alike else own.mean(axis=0) - own.mean()
-            if again and not self.alike:
+            if again and not self.alike and workers != ranks:
                 offsets = offsets[rng.integers(0, ranks, ranks)]
             shared, rest = self._parts(own)
             found[d] = own.mean() + _quantiles(rest, rng.random((steps, workers)))
             if self.common > 0:
                 found[d] += shared[rng.integers(0, count, steps)][:, None]
             if not self.alike:
-                found[d] += offsets[rng.integers(0, ranks, workers)]
+                found[d] += (
+                    offsets if workers == ranks else offsets[rng.integers(0, ranks, workers)]
+                )
         for rank, extra_s in self.extra_s.items():
             if rank < workers:
                 found[:, :, rank] += extra_s

@@ -10,8 +10,10 @@ In a pipeline (`pipeline`): the stage with the most work sets the pace. So the s
 the time that k is busy longer than the busiest of the others. The model keeps the time to fill and
 drain the pipeline, so it understates the gain.
 
-Without a common step (`asynchronous`): no worker's step is part of another worker's step. Worker k
-gets the median rate of the others; waits of others for k (bounded staleness) are subtracted.
+Without a common step (`asynchronous`): no worker's step is part of another worker's step, and the
+run ends with the slowest worker. Worker k gets the median step of the others; waits of others for k
+(bounded staleness) are subtracted. If k has taken fewer steps than the others so far, it takes as
+many as they did, as far as its time allows.
 
 Sources: replace the straggler's durations by the others' median and simulate the steps again:
 Lin et al., Understanding Stragglers in Large Model Training Using What-if Analysis, OSDI 2025
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Model = Literal["synchronous", "pipeline", "asynchronous"]
 DATA, COMPUTE, WAIT, TRANSFER, OTHER = range(len(PARTS))
+CLEARLY = 1.2
+"""A worker whose mean step is this much longer than the others' median is clearly slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +79,10 @@ class WhatIf:
         return self.without_per_s / self.samples_per_s
 
     def to_wire(self) -> dict[str, Any]:
-        """Return JSON-ready data: medians, throughputs, both timelines."""
+        """Return JSON-ready data: mean steps, throughputs, both timelines."""
         return {
             "without": self.without, "model": self.model, "steps": len(self.step),
-            "step_s": float(np.median(self.step_s)),
-            "without_s": float(np.median(self.without_s)),
+            "step_s": float(self.step_s.mean()), "without_s": float(self.without_s.mean()),
             "samples_per_s": self.samples_per_s, "without_per_s": self.without_per_s,
             "speedup": self.speedup, "saved_s": self.saved_s, "stride": self.stride,
             "parts": list(PARTS), "real": self.real.to_wire(), "ghost": self.ghost.to_wire(),
@@ -177,7 +180,7 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
             code="WB-PLAN-042",
         )  # fmt: skip
     if without is None:
-        worst = blame(history, first, last).worst
+        worst = straggler_of(history, first, last)
         if worst is None:
             raise PlanError(
                 "No worker is clearly slower than the others, so there is no straggler to remove.",
@@ -193,6 +196,19 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
             code="WB-PLAN-044",
         )
     return without
+
+
+def straggler_of(
+    history: RunHistory, first: int | None = None, last: int | None = None
+) -> int | None:
+    """Return the rank that delays the others, or in asynchronous training the end of the run."""
+    worst = blame(history, first, last).worst
+    if worst is not None or history.joined:
+        return worst
+    mean_s = np.nanmean(Table.of(history, first, last).step_s, axis=0)
+    slowest = int(np.nanargmax(mean_s))
+    others = float(np.median(np.delete(mean_s, slowest)))
+    return slowest if mean_s[slowest] > CLEARLY * others else None
 
 
 def _shortest_wait(table: Table, k: int) -> Floats:
@@ -221,15 +237,21 @@ def _alone(history: RunHistory, table: Table, k: int) -> WhatIf:
         )
     spent = np.nansum(table.step_s, axis=0)
     for_k = np.nan_to_num(np.where(table.blamed == k, table.parts_s[:, :, WAIT], 0.0))
-    samples = np.nansum(table.samples, axis=0)
-    rates, freed = samples / spent, samples / (spent - for_k.sum(axis=0))
-    freed[k] = max(rates[k], float(np.median(np.delete(freed, k))))
-    before, after = float(rates.sum()), float(freed.sum())
-    step_s = np.nanmean(table.step_s, axis=1)
+    samples, count = np.nansum(table.samples, axis=0), np.isfinite(table.step_s).sum(axis=0)
+    freed = spent - for_k.sum(axis=0)
+    pace = min(freed[k] / count[k], float(np.median(np.delete(freed / count, k))))
+    steps = max(count[k], min(freed[k] / pace, np.delete(count, k).max()))
+    freed[k] = steps * pace
+    more = samples[k] * (steps / count[k] - 1)
+    before = float(samples.sum() / spent.max())
+    after = float((samples.sum() + more) / freed.max())
+    without_s = table.step_s - for_k
+    without_s[:, k] *= pace * count[k] / without_s[np.isfinite(without_s[:, k]), k].sum()
     real = Lanes.of(table.step, table.start_s, table.parts_s)
-    saved = float(samples.sum()) * (1 / before - 1 / after)
     return WhatIf(
-        k, "asynchronous", table.step, step_s, step_s * (before / after), before, after, saved,
+        k, "asynchronous", table.step, np.nanmean(table.step_s, axis=1),
+        np.nanmean(without_s, axis=1), before, after,
+        float(samples.sum()) * (1 / before - 1 / after),
         real, ghost_of(real, real.tail(for_k), k, alone=True), history.stride,
     )  # fmt: skip
 

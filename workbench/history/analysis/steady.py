@@ -242,15 +242,14 @@ def _lanes(
         late = np.zeros(len(rank), bool)
         lanes = []
         rows_of = [np.flatnonzero(rank == r) for r in np.unique(rank)]
-        # The same seconds for all: the rate is that of all workers in one span of time.
-        slowest = np.cumsum(step_s[max(rows_of, key=lambda rows: float(step_s[rows].sum()))])
-        first = cut(np.diff(slowest, prepend=0.0))
-        warm_s = slowest[first - 1] if first else 0.0
+        # The same share of all workers' steps: in the first seconds, a fast worker can take all of
+        # its steps, and without them the rate would be that of the slow workers.
+        slowest = max(rows_of, key=lambda rows: float(step_s[rows].sum()))
+        share = cut(step_s[slowest]) / len(slowest)
         for own in rows_of:
-            own = own[np.searchsorted(np.cumsum(step_s[own]), warm_s, side="right") :]
-            if len(own):
-                late[own] = True
-                lanes.append((samples[own], step_s[own]))
+            own = own[round(share * len(own)) :]
+            late[own] = True
+            lanes.append((samples[own], step_s[own]))
         return lanes, late
     numbers, index = np.unique(step, return_inverse=True)
     rows = np.bincount(rank)

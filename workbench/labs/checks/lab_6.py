@@ -17,6 +17,9 @@ _LAYERS_MS = (72, 64, 26, 20, 18, 16)
 _HELD = {"gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}
 """What the layers count in the lab. Other counts mean that cells ran out of order."""
 
+_ROUNDED = 2e-3
+"""How far a bubble may be off: three digits are enough for the right `m_10`, two are not."""
+
 _CNN: dict[str, list[int]] = {
     "conv1.weight": [32, 1, 3, 3], "conv1.bias": [32],
     "conv2.weight": [64, 32, 3, 3], "conv2.bias": [64],
@@ -28,7 +31,9 @@ _LOOK_AT_CNN = """
 def _labs_look():
     torch.manual_seed(0)
     model = RightCNN().eval()
-    x = torch.randn(5, 1, 28, 28)
+    x, rows = torch.randn(5, 1, 28, 28), []
+    if isinstance(getattr(model, "fc1", None), torch.nn.Module):
+        model.fc1.register_forward_hook(lambda _, x, y: rows.append(y.numel() // y.shape[-1]))
     with torch.no_grad():
         try:
             out = model(x)
@@ -36,6 +41,7 @@ def _labs_look():
             if "shapes cannot be multiplied" not in str(error):
                 raise
             return {"raised": str(error)}
+        passed = sum(rows)
         changed = x.clone()
         changed[0] += 1.0
         again = model(changed)
@@ -45,7 +51,7 @@ def _labs_look():
     moved = (out != again).flatten(1).any(1).tolist() if same and out.dim() > 1 else None
     named = dict(model.named_parameters())
     layers = {name: list(one.shape) for name, one in named.items()}
-    bias, used, unseen = named.get("conv2.bias"), 0, 16
+    bias, used, unseen = named.get("conv2.bias"), 0, 196
     if bias is not None:
         bias.data += 1.0  # no map is dead after its ReLU
         x.requires_grad_()
@@ -54,10 +60,10 @@ def _labs_look():
             of = torch.autograd.grad(out.square().sum(), [bias, x], allow_unused=True)
             used = 0 if of[0] is None else int(of[0].count_nonzero())
             if of[1] is not None:
-                parts = of[1].abs().sum((0, 1)).reshape(4, 7, 4, 7).sum((1, 3))
+                parts = of[1].abs().sum((0, 1)).reshape(14, 2, 14, 2).sum((1, 3))
                 unseen = int((parts == 0).sum())
-    return {"shape": list(out.shape), "moved": moved, "layers": layers, "used": used,
-            "unseen": unseen}
+    return {"shape": list(out.shape), "moved": moved, "rows": passed, "layers": layers,
+            "used": used, "unseen": unseen}
 _labs_answer = _labs_look()
 del _labs_look
 """
@@ -75,7 +81,7 @@ def workers_needed(c: Check) -> None:
     ):
         found = c.call("workers_needed", parameters, limit_bytes)
         asked = f"workers_needed({parameters:,}, {limit_bytes:.3g})"
-        count = _whole(c, asked, found)
+        count = _whole(c, asked, found, "a part of a worker is not enough: round up")
         need = 16 * parameters
         c.need(
             count * limit_bytes >= need,
@@ -131,6 +137,13 @@ def right_cnn(c: Check) -> None:
         "do not remove rows at the end: at that point, each row already mixes parts of several "
         "images; make the maps smaller before you flatten them",
     )
+    c.expect(
+        answer["rows"] <= 5,
+        "`fc1` sees each image once",
+        f"for 5 images, `fc1` got {answer['rows']} rows, but it must get one row for each image",
+        "each of these rows holds only a part of an image: make the maps smaller before you "
+        "flatten them, so that one row holds the whole image",
+    )
     layers: dict[str, list[int]] = answer["layers"]
     off = sorted(n for n in {*layers, *_CNN} if layers.get(n) != _CNN.get(n))
     kept = c.expect(
@@ -152,8 +165,8 @@ def right_cnn(c: Check) -> None:
     c.expect(
         answer["unseen"] == 0,
         "the predictions use all parts of an image",
-        "if an image is divided into 16 equal parts, the predictions do not depend on "
-        f"{answer['unseen']} of these parts",
+        "if an image is divided into 196 squares of 2 x 2 pixels, the predictions do not depend on "
+        f"{answer['unseen']} of these squares",
         "make each map smaller as a whole: do not cut out a part of the map",
     )
 
@@ -168,11 +181,14 @@ def bubble(c: Check) -> None:
     """Call `bubble` with several numbers, and check `m_10`."""
     for p, m in ((2, 1), (3, 3), (3, 9), (4, 8), (16, 64)):
         found = c.number_from("bubble", p, m)
+        idle = (p - 1) / (m + p - 1)
         c.need(
-            math.isclose(found, (p - 1) / (m + p - 1), rel_tol=1e-6),
+            math.isclose(found, idle, rel_tol=_ROUNDED),
             f"bubble({p}, {m}) returned {found:.4g}, but this is not the idle fraction of {p} "
             f"stages with {m} microbatches.",
-            "a stage works in m of the m + p - 1 turns; in how many turns is the stage idle?",
+            "do not round the result"
+            if math.isclose(found, idle, abs_tol=0.005)
+            else "a stage works in m of the m + p - 1 turns; in how many turns is the stage idle?",
         )
     c.expect(True, "`bubble` is the fraction of the turns in which a stage is idle", "")
     count = c.whole("m_10")
@@ -200,22 +216,39 @@ def in_flight(c: Check) -> None:
             f"`most_{schedule}` on the engines is not from a complete run of {schedule}-6.",
             "run the cells again in order, beginning with the cell that trains the run gpipe-6",
         )
-        given = [_whole(c, f"`{name}`[{i}]", one) for i, one in enumerate(c.items(name, 3))]
-        off = [stage for stage in range(3) if given[stage] != counted[stage]]
+        given = [
+            _whole(c, f"`{name}`[{i}]", one, "a stage holds whole microbatches: count them")
+            for i, one in enumerate(c.items(name, 3))
+        ]
+        stage = next((stage for stage in range(3) if given[stage] != counted[stage]), 0)
+        many = "microbatch" if given[stage] == 1 else "microbatches"
         c.expect(
-            not off,
+            given == counted,
             f"{schedule}: the number of microbatches is right for each stage",
-            f"{schedule}: `{name}` says that stage {off[0] if off else 0} held at most "
-            f"{given[off[0]] if off else ''} microbatches at the same time, but the "
-            "counters in this stage's layers show another number",
+            f"{schedule}: `{name}` says that stage {stage} held at most {given[stage]} {many} at "
+            "the same time, but the counters in this stage's layers show another number",
             "with gpipe, a stage begins its first backward pass after its last forward pass"
             if schedule == "gpipe"
-            else "look at stage 0 in the picture of 1f1b: F2 could begin right after F1; why is "
-            "the stage idle?"
-            if off and given[off[0]] > counted[off[0]]
-            else "with 1f1b, a microbatch comes back to stage 0 only after it has been in all "
-            "later stages; but the last stage does not wait for a later stage",
+            else _hint_1f1b(stage, given[stage] > counted[stage]),
         )
+
+
+def _hint_1f1b(stage: int, too_many: bool) -> str:
+    """Return where to look if the number of microbatches of one of three stages is wrong."""
+    if stage == 2:
+        return (
+            "stage 2 is the last stage, so it does not wait for a later stage: in 1f1b, when does "
+            "it run the backward pass of microbatch 0?"
+        )
+    if too_many and stage == 0:
+        return (
+            "look at stage 0 in the picture of 1f1b: F2 could begin right after F1; why is the "
+            "stage idle?"
+        )
+    return (
+        f"with 1f1b, a microbatch comes back to stage {stage} only after it has been in all later "
+        f"stages: how many forward passes does stage {stage} run before this?"
+    )
 
 
 @exercise("6.5", "Cuts for balanced stages", where="the engines", cell="the notebook")
@@ -280,18 +313,20 @@ def _counted(c: Check, name: str) -> list[int]:
     return [max(int(count) for count in one) for one in found[:3]]
 
 
-def _whole(c: Check, what: str, value: Any) -> int:
-    """Return a whole number, or end the check because the value is not one."""
+def _whole(c: Check, what: str, value: Any, hint: str) -> int:
+    """Return a whole number, or end the check because the value is not one.
+
+    Args:
+        hint: What to do with a fraction.
+    """
+    said = f"{what} is {value!r}, but it must be a whole number."
     try:
         found = number(value)
-        if found != int(found):
-            raise ValueError
+        whole = int(found)
     except (TypeError, ValueError, OverflowError):
-        c.wrong(
-            f"{what} is {value!r}, but it must be a whole number.",
-            "use a whole number, without quotes",
-        )
-    return int(found)
+        c.wrong(said, "use a whole number, without quotes")
+    c.need(found == whole, said, hint)
+    return whole
 
 
 def _places(moved: Any) -> str:

@@ -145,7 +145,7 @@ MODELS = {
     "pipeline": "a step would take as long as the slowest of the other stages needs. The "
     "pipeline would also fill faster. The estimate does not include this effect, so the real gain "
     "is larger",
-    "asynchronous": "this worker would have the median throughput of the other workers",
+    "asynchronous": "a step of this worker would take as long as the median of the other workers'",
 }
 
 
@@ -153,15 +153,15 @@ class WhatIfPicture(Picture, WhatIf):
     """The run as it was and as it would have been; see `counterfactual.WhatIf`."""
 
     def to_wire(self) -> dict[str, Any]:
-        """Return JSON-ready data: medians, throughputs, both timelines."""
+        """Return JSON-ready data: mean steps, throughputs, both timelines."""
         return WhatIf.to_wire(self)
 
     def sentences(self) -> list[str]:
         """Return the result in words."""
-        was, would = np.median(self.step_s) * 1e3, np.median(self.without_s) * 1e3
-        shorter = f"a step would take {milliseconds(would)} instead of {milliseconds(was)} (median)"
+        was, would = (milliseconds(s.mean() * 1e3) for s in (self.step_s, self.without_s))
         return [
-            f"If worker {self.without} were as fast as the median of the other workers, {shorter}.",
+            f"If worker {self.without} were as fast as the median of the other workers, a step "
+            f"would take {would} instead of {was} on average.",
             f"The throughput would be {number(self.without_per_s)} instead of "
             f"{number(self.samples_per_s)} samples/s ({self.speedup:.2f}x). "
             f"{len(self.step)} steps would take {duration(self.saved_s)} less.",
