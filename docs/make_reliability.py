@@ -261,14 +261,14 @@ def a_class(found: dict[str, Any]) -> str:
         "memory (PSS) of all notebooks while they train": lambda one: (
             f"{one['training_pss_mb'] / 1e3:.1f} GB"
         ),
-        "steps/s of a notebook: least, median, most": lambda one: " / ".join(
+        "steps/s of a notebook: slowest, median, fastest": lambda one: " / ".join(
             f"{one[f'{which}_steps_per_s']:.1f}" for which in ("least", "median", "most")
         ),
         "steps/s of all notebooks together": lambda one: f"{one['all_steps_per_s']:.0f}",
         "Jain's index of fairness (1: all notebooks are equally fast)": lambda one: (
             f"{one['jain']:.3f}"
         ),
-        "cores that other work used at the same time": lambda one: f"{one['others_cores']:.1f}",
+        "cores that other programs used at the same time": lambda one: f"{one['others_cores']:.1f}",
     }
     one = ways[0]
     each_gb = one["training_pss_mb"] / 1e3 / one["notebooks"]
@@ -281,12 +281,13 @@ def a_class(found: dict[str, Any]) -> str:
         "",
         f"{one['notebooks']} notebooks with {one['engines']} engines each ran on {one['cores']} "
         "cores, and each value was measured once. The following values are extrapolated, not "
-        f"measured: {STUDENTS} such notebooks need {STUDENTS} × {each_gb:.2f} = "
+        f"measured: {STUDENTS} such notebooks need {STUDENTS} × {each_gb:.2f} GB = "
         f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
         f"{STUDENTS} / {one['notebooks']} × "
-        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, and after about "
-        f"{server_s:.0f} s on {SERVER_CORES} cores, if twice the cores halve the time. "
-        f"So use a server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
+        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
+        f"cores need half the time, it is ready after about {server_s:.0f} s on {SERVER_CORES} "
+        f"cores. So for {STUDENTS} notebooks, use a server with {SERVER_CORES} cores and "
+        f"{server_gb(STUDENTS * each_gb)} GB.",
     ]
     return "\n".join(lines)
 

@@ -35,11 +35,12 @@ several machines ([never run](never-run.md)).
 
 `wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. Gradients are
 averaged at the end of each backward pass. So you can compute the loss in any way: with `model(x)`,
-a method (`model.training_step(batch)`), parts of the model, or a gradient penalty by
-`torch.autograd.grad`. During the loop you can freeze, unfreeze and add layers, and replace the
-optimizer. Make each such change at the same step on every rank. `model.no_sync()` adds up gradients
-without averaging, as in DistributedDataParallel. Because there is no wrapper, use `model` where
-code for DistributedDataParallel uses `model.module`.
+with a method (`model.training_step(batch)`) or with parts of the model. The loss can contain a
+gradient penalty (`torch.autograd.grad`). During the loop you can freeze, unfreeze and add layers,
+and replace the optimizer. Make each such change at the same step on every rank. In a block with
+`model.no_sync()`, each worker adds up its own gradients without averaging, as in
+DistributedDataParallel. Because there is no wrapper, use `model` where code for
+DistributedDataParallel uses `model.module`.
 
 If a loop trains several models, call `wb.prepare` for each pair of model and optimizer. Pass the
 loader with the first pair:
@@ -50,9 +51,9 @@ netG, optG = wb.prepare(netG, optG)
 ```
 
 The gradients of all these models are averaged, and the workers' copies of the models are
-[compared](metrics.md#equal-copies). A step ends after the first pair's `optimizer.step()`. The
-time after this moment counts as the part `other` of the next step. If you want to avoid this, call
-`wb.prepare` first for the pair whose optimizer steps last in an iteration. `one_device` and
+[compared](metrics.md#equal-copies). A step ends after the first pair's `optimizer.step()`. The time
+after this moment counts as the part `other` of the next step. To avoid this, the first `wb.prepare`
+must be for the pair whose `optimizer.step()` is called last in each iteration. `one_device` and
 `mirrored` accept several pairs. The run's final weights are the weights of the first model. Name
 the other models in `keep=`, so that checkpoints contain them.
 
@@ -177,20 +178,24 @@ def facts(entry) -> str:
     if not entry.anywhere:
         lines.append(
             "- never run on its device ([never run](never-run.md)): TensorFlow's documentation "
-            "says that several workers give the result of one device; no test here checks this"
+            "says that the result is the same as on one device; no test of Workbench checks this"
         )
     elif entry.exact_with is None:
-        lines.append("- several workers do not give the result of one device")
+        lines.append("- with several workers, the result is not the same as on one device")
     elif entry.exact_with or entry.sync_option:
         named = [f"`{name}={value}`" for name, value in entry.exact_with]
         if entry.sync_option:
             named.append(f"`{entry.sync_option}=true`")
-        given = ", ".join(named)
+        given = ", ".join(named) + " and optimizer SGD" * entry.linear_only
         lines.append(
-            f"- with {given}, several workers give the result of one device, up to rounding"
+            f"- with {given}, the result of several workers is the same as on one device, except "
+            "for rounding errors"
         )
     else:
-        lines.append("- several workers give the result of one device, up to rounding")
+        lines.append(
+            "- the result of several workers is the same as on one device, except for rounding "
+            "errors"
+        )
     return "\n".join(lines)
 
 

@@ -229,6 +229,20 @@ def _went_away(joined: bool = True) -> tuple[RunHistory, np.ndarray]:
     return history, rows
 
 
+def test_a_run_without_waits_is_as_far_as_its_slowest_worker() -> None:
+    rows = make_rows(40, 3)
+    history = RunHistory(range(3), joined=False)
+    history.hear("run_started", {"total_steps": 40})
+    for rank, steps in ((0, 40), (1, 10), (2, 30)):
+        history.append(rows[:steps, rank])
+    shot = history.snapshot(framework="torch")
+    assert (shot.step, shot.least_step, shot.done) == (40, 10, 0.25)
+    assert history.snapshot(framework="tensorflow").done == 80 / 120  # steps of one queue
+    history.event(Healed(ranks=[1], step=10, seconds=0.1, workers=2))
+    shot = history.snapshot(framework="torch")
+    assert (shot.least_step, shot.done) == (30, 80 / 120)
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_nothing_is_drawn_of_a_worker_while_it_is_away(joined: bool) -> None:
     history, _ = _went_away(joined)

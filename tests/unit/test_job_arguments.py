@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
+from workbench.execution.run import Run
 from workbench.export.envelopes import ENVELOPES, Resources
 from workbench.notebook import jobs
+from workbench.shared.plan import make_plan
 
 CELL = "import torch\nwb.fit(torch.nn.Linear(1, 1), None)\n"
 
@@ -79,3 +82,27 @@ def test_a_plain_job_is_handed_over_and_not_waited_for(monkeypatch, capsys) -> N
     path = jobs.job(cell, "job", strategy="mirrored", workers=2, plain=True)
     assert jobs.submit(path, on="local") is handed
     assert "wb.jobs['job']" in capsys.readouterr().out
+
+
+def test_a_resource_with_a_typing_error_is_named() -> None:
+    plan = make_plan(Recipe(CELL), "mirrored", workers=2)
+    with pytest.raises(PlanError, match="WB-PLAN-037") as caught:
+        jobs.job(plan, "job", on="slurm", partion="x")
+    assert "'partition'" in str(caught.value.next_step)
+    with pytest.raises(PlanError, match="WB-PLAN-199"):
+        jobs.job(plan, "job", epochs=2)
+
+
+def test_names_of_submit_are_known_and_other_names_write_nothing() -> None:
+    plan = make_plan(Recipe(CELL), "mirrored", workers=2)
+    path = jobs.job(plan, "job", on=["kubernetes", "local"])
+    assert {*ENVELOPES["trainjob"].files} <= {one.name for one in path.iterdir()}
+    with pytest.raises(PlanError, match="WB-PLAN-037"):
+        jobs.job(plan, "other", on="slurmy")
+    assert not Path("other").exists()
+
+
+def test_a_run_writes_the_files_of_a_platform_too() -> None:
+    run = Run(make_plan(Recipe(CELL), "mirrored", workers=2), number=1, name="base",
+              engines=[0, 1], devices=["cpu", "cpu"], folder=Path("run"))  # fmt: skip
+    assert (run.to_job("job", on="slurm") / "job.sbatch").is_file()

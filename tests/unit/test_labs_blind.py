@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from workbench.errors import PlanError
 from workbench.labs import asking, blind
 from workbench.labs.blind import STRATEGIES
-from workbench.labs.checks.lab_9 import expected
+from workbench.labs.checks.lab_9 import ENOUGH, expected
 
 
 def history(rate, workers=1, steps=9, batch=96):
@@ -64,6 +65,62 @@ def test_an_honest_prediction_of_the_best_passes(begun):
     assert checked("A").passed
     assert best in blind.score().text()
     assert "choice 1.00 of 1" in table.text()
+
+
+def played(student, best, strategy, measured):
+    """Play the student's first case in which `best` wins, as if it had measured these shares."""
+    for attempt in range(4):
+        rates = expected(blind.draw(blind.seed_of(student), "A", attempt))
+        case = blind.case("A", student)
+        best_here = max(rates, key=rates.__getitem__) == best
+        sealed = strategy if best_here else "one_device"
+        blind.seal(case, sealed, rates[sealed])
+        blind.run(case)
+        if best_here:
+            for name, share in measured.items():
+                play = blind.latest("A")
+                play.runs[name].history = history(rates[best] * share, case.workers)
+            return checked("A")
+    raise AssertionError(best)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.86, 1.0, 1.1])
+def test_a_second_best_strategy_is_refused_whatever_was_measured(begun, share):
+    report = played("Student 5", "mirrored", "parameter_server", {"parameter_server": share})
+    assert [finding.right for finding in report.findings] == [True, True, False]
+
+
+def test_the_best_strategy_passes_whatever_was_measured(begun):
+    report = played("Student 5", "mirrored", "mirrored", {"parameter_server": 1.3})
+    assert report.passed
+
+
+def test_in_each_case_every_other_strategy_is_clearly_refused_or_ties():
+    for seed in range(500):
+        for attempt in range(4):
+            rates = expected(blind.draw(seed, "A", attempt))
+            shares = [rate / max(rates.values()) for rate in rates.values()]
+            assert all(share < ENOUGH - 0.04 or share > 1 - 1e-9 for share in shares)
+
+
+def test_a_check_that_passes_says_which_attempt_it_was(begun):
+    for attempt in range(3):
+        rates = expected(case := blind.case("A"))
+        best = max(rates, key=rates.__getitem__)
+        blind.seal(case, best, rates[best])
+        blind.run(case)
+        report = checked("A")
+        assert report.passed
+        assert re.findall(r"attempt (\d+)", repr(report)) == [str(attempt + 1)]
+
+
+def test_a_case_that_is_not_sealed_says_whose_case_is_open(begun):
+    case = blind.case("A")
+    blind.seal(case, "mirrored", 100)
+    blind.run(case)
+    blind.cards("A", student="Alan Turing")
+    assert "'alan turing'" in repr(checked("A"))
+    assert "blind.play_as" in repr(checked("A"))
 
 
 def test_a_prediction_after_the_run_does_not_count(begun):

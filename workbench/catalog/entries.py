@@ -198,8 +198,8 @@ TORCH: tuple[Strategy, ...] = (
         name="sharded",
         framework="torch",
         term="fully sharded data parallelism (ZeRO)",
-        summary="Each worker keeps 1/n of parameters, gradients and optimizer state. Before a "
-        "layer computes, its parameters are gathered from all workers.",
+        summary="Each of the n workers keeps 1/n of the parameters, gradients and optimizer state. "
+        "Before a layer computes, its parameters are gathered from all workers.",
         module="workbench.strategies.torch.sharded:Sharded",
         keeps="part",
         messages="workbench.catalog.step_messages:sharded",

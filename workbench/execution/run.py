@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import shutil
 import threading
@@ -576,10 +577,9 @@ class Run:
         return cell_of(self.plan, framework=notebook_framework())
 
     def to_job(self, folder: str | Path, **about: Any) -> Path:
-        """Write a job folder that repeats this training under torchrun; see `wb.job`."""
-        from ..export.folder import job_of
-
-        return job_of(self, folder, **about)
+        """Write a job folder that repeats this training; the arguments are those of `wb.job`."""
+        path: Path = importlib.import_module("workbench.notebook.jobs").job(self, folder, **about)
+        return path
 
     def trace(self, path: str | Path | None = None) -> Path:
         """Write the steps as a Chrome trace for https://ui.perfetto.dev, and return its path."""

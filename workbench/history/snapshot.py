@@ -161,7 +161,10 @@ class Snapshot:
 
     Attributes:
         state: One of `events.State`.
-        step, total_steps: Steps complete on every rank; total is None while unknown.
+        step, total_steps: Steps complete on every rank; total is None while unknown. If workers do
+            not take steps together: steps of the fastest worker.
+        least_step: Steps of the slowest worker; `step` if workers take steps together.
+        done: The part of the run that is done, 0..1; None while its end is unknown.
         elapsed_s: From the first step's start to the latest one's end, without pauses.
         samples_per_s: Global throughput over the latest seconds (over the run when it is over).
         compute_share: Share of the workers' time spent in compute, 0..1.
@@ -194,6 +197,8 @@ class Snapshot:
     workers: tuple[Worker, ...]
     step: int
     total_steps: int | None
+    least_step: int
+    done: float | None
     elapsed_s: float
     epoch: int
     samples: int

@@ -44,6 +44,7 @@ class Sources:
     """A history's reduced structures, not copied; all have bounded size."""
 
     engines: tuple[int, ...]
+    joined: bool
     data_parallel: bool
     totals: Totals
     recent: Recent
@@ -73,7 +74,7 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
         for name in CURVES
         if name not in shown and not of.curves[name].empty
     }
-    total = started.get("total_steps")
+    total = int(started.get("total_steps") or 0)
     return Snapshot(
         name=label.name,
         strategy=label.strategy,
@@ -81,7 +82,9 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
         state=label.state,
         workers=workers(of),
         step=totals.steps,
-        total_steps=int(total) if total else None,
+        total_steps=total or None,
+        least_step=least_step(of),
+        done=done(of, total, shared=label.framework == "tensorflow"),
         elapsed_s=totals.active_s,
         epoch=of.story.epoch,
         samples=totals.samples,
@@ -108,6 +111,29 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
         parallelism="data" if of.data_parallel else "model",
         unmeasured=unmeasured_parts(totals),
     )
+
+
+def least_step(of: Sources) -> int:
+    """Return the steps of the slowest worker that still takes part."""
+    rows = np.delete(of.totals.rows, list(of.story.away))
+    return of.totals.steps if of.joined or not len(rows) else int(rows.min())
+
+
+def done(of: Sources, total: int, *, shared: bool) -> float | None:
+    """Return the part of the run that is done, 0..1; None without a known end.
+
+    A run in which no worker waits for another ends with the slowest worker.
+
+    Args:
+        shared: Asynchronous workers take their steps from one queue, so a fast one takes more. With
+            steps of their own, they take over the steps of a worker that died.
+    """
+    if not total:
+        return None
+    rows = of.totals.rows
+    if not of.joined and (shared or of.story.away):
+        return min(1.0, int(rows.sum()) / (total * len(rows)))
+    return min(1.0, least_step(of) / total)
 
 
 def workers(of: Sources) -> tuple[Worker, ...]:

@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from ..cookbook.recipe import Recipe
-from ..errors import PlanError, RunError
+from ..errors import PlanError, RunError, nearest, unknown
 from ..execution import registry
 from ..execution.allocator import notebook_framework
 from ..execution.requests import to_recipe
 from ..execution.run import Run
 from ..export.envelopes import JobFacts, Resources, write_envelope
 from ..export.folder import JobFolder, job_of, read_job
+from ..export.published import ENVELOPES
 from ..history.folders import runs_root
 from ..jobs.followed import BEGIN_S, LOOK_S, FollowedJob
 from ..jobs.followed import follow as follow_place
 from ..jobs.submitted import Submitted, jobs
 from ..shared.members import Member
 from ..shared.plan import Plan, plan_of
-from ..shared.run_request import from_arguments
+from ..shared.run_request import ARGUMENTS, from_arguments
 from ..views.blocks import Blocks, in_notebook, notebook_publisher, show
 from ..views.output import OutputBoard
 from ..views.text import nothing_done
@@ -86,12 +87,17 @@ def job(
         PlanError: The cell cannot run outside of the notebook, or the platform cannot run it.
     """
     resources, rest = _parted(asked)
+    names = (on,) if isinstance(on, str) else on
+    platforms = [found for name in names if (found := ENVELOPE_OF.get(name, name))]
+    for name in platforms:
+        if name not in ENVELOPES:
+            raise unknown("platform", name, ENVELOPES)
     told: dict[str, Any] = {"plain": plain, "files": [Path(f) for f in files], "replace": replace}
     planned = _planned(what, strategy, args, rest)
     if isinstance(planned, Plan) and planned.init_from:
         told["initial"] = Path(registry.weights_folder(planned.init_from))
     path = job_of(planned, folder, names=_names(), **told)
-    for name in (on,) if isinstance(on, str) else on:
+    for name in platforms:
         _envelope(name, path, resources)
     return path
 
@@ -376,6 +382,9 @@ def _planned(
     what: What, strategy: str, args: tuple[Any, ...], asked: Mapping[str, Any]
 ) -> Plan | Run:
     if isinstance(what, (Plan, Run)):
+        for name in asked:
+            if name not in ARGUMENTS and nearest(name, _RESOURCES) is not None:
+                raise unknown("resource", name, _RESOURCES)
         if asked or strategy:
             raise PlanError(
                 "A run or a plan already has its strategy and settings, so you cannot give them "

@@ -319,7 +319,7 @@ FLAGS: dict[str, Flag] = {
 UNSAID: dict[str, Any] = {name: getattr(RunRequest(), name) for name in FLAGS}
 """The default of every field."""
 OVERRIDES = tuple(name for name, flag in FLAGS.items() if flag.overrides)
-_ARGUMENTS = {flag.argument: name for name, flag in FLAGS.items() if flag.argument}
+ARGUMENTS = {flag.argument: name for name, flag in FLAGS.items() if flag.argument}
 
 
 def from_line(given: Mapping[str, Any]) -> RunRequest:
@@ -379,15 +379,15 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     """
     found = {}
     for argument, value in asked.items():
-        if argument not in _ARGUMENTS:
+        if argument not in ARGUMENTS:
             raise PlanError(
                 "A run has no argument with this name.",
                 seen=argument,
-                allowed=", ".join(_ARGUMENTS),
+                allowed=", ".join(ARGUMENTS),
                 code="WB-PLAN-095",
             )
         if value is not None:
-            found[_ARGUMENTS[argument]] = FLAGS[_ARGUMENTS[argument]].given(value)
+            found[ARGUMENTS[argument]] = FLAGS[ARGUMENTS[argument]].given(value)
     return RunRequest(strategies=(strategy,), **found)
 
 
@@ -407,13 +407,13 @@ def takes_flags(function: Function) -> Function:
             inspect.Parameter.KEYWORD_ONLY,
             default=() if UNSAID[name] == () else UNSAID[name] or None,
         )
-        for argument, name in _ARGUMENTS.items()
+        for argument, name in ARGUMENTS.items()
         if argument not in before.parameters
     ]
     function.__signature__ = before.replace(parameters=[*mine, *made])  # type: ignore[attr-defined]
     lines = [
         f"    {argument}: As `{FLAGS[name].long}`: {FLAGS[name].help}."
-        for argument, name in _ARGUMENTS.items()
+        for argument, name in ARGUMENTS.items()
     ]
     head, mark, rest = inspect.cleandoc(function.__doc__ or "").partition("    asked: ")
     if mark:

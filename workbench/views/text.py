@@ -115,7 +115,7 @@ def worker_label(worker: Worker) -> str:
 
 
 def progress(snapshot: Snapshot) -> str:
-    """Return how far the run is: `step 120 of 400`.
+    """Return how far the run is: `step 120 of 400`, or `steps 70 to 120 of 400` of its workers.
 
     The last rows of a killed worker can be lost, so a failed run has only `2 of 40 steps recorded`.
     The total is left out if a worker took more than its share of the steps.
@@ -123,9 +123,11 @@ def progress(snapshot: Snapshot) -> str:
     if snapshot.state == "failed":
         of = f" of {snapshot.total_steps}" if snapshot.total_steps is not None else ""
         return f"{snapshot.step}{of} steps recorded"
-    if snapshot.total_steps is None or snapshot.step > snapshot.total_steps:
-        return f"step {snapshot.step}"
-    return f"step {snapshot.step} of {snapshot.total_steps}"
+    least, most = snapshot.least_step, snapshot.step
+    found = f"step {most}" if least == most else f"steps {least} to {most}"
+    if snapshot.total_steps is None or most > snapshot.total_steps:
+        return found
+    return f"{found} of {snapshot.total_steps}"
 
 
 def slow(snapshot: Snapshot) -> str:
@@ -356,15 +358,14 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def progress_line(snapshot: Snapshot) -> str:
     """Return the run on one line, in the layout of tqdm."""
-    total = snapshot.total_steps
-    rate = snapshot.step / snapshot.elapsed_s if snapshot.elapsed_s > 0 else math.nan
-    if total:
-        done = min(1.0, snapshot.step / total)
+    elapsed_s, done = snapshot.elapsed_s, snapshot.done
+    rate = snapshot.step / elapsed_s if elapsed_s > 0 else math.nan
+    if done is not None:
         filled = int(done * _BAR_CELLS)
         bar = "█" * filled + " " * (_BAR_CELLS - filled)
-        left = max(0, total - snapshot.step) / rate if rate > 0 else math.nan
-        head = f"{done * 100:3.0f}%|{bar}| {snapshot.step}/{total}"
-        clock = f"{duration(snapshot.elapsed_s)}<{duration(left)}"
+        left_s = elapsed_s * (1 - done) / done if done > 0 else math.nan
+        head = f"{done * 100:3.0f}%|{bar}| {snapshot.least_step}/{snapshot.total_steps}"
+        clock = f"{duration(elapsed_s)}<{duration(left_s)}"
     else:
         head, clock = f"{snapshot.step} steps", duration(snapshot.elapsed_s)
     fields = [

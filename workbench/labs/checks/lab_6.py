@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..answers import exercise, number
+from ..answers import as_read, exercise, number
 
 if TYPE_CHECKING:
     from ..answers import Check
@@ -16,9 +16,6 @@ _LAYERS_MS = (72, 64, 26, 20, 18, 16)
 
 _HELD = {"gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}
 """What the layers count in the lab. Other counts mean that cells ran out of order."""
-
-_ROUNDED = 2e-3
-"""How far a bubble may be off: three digits are enough for the right `m_10`, two are not."""
 
 _CNN: dict[str, list[int]] = {
     "conv1.weight": [32, 1, 3, 3], "conv1.bias": [32],
@@ -183,7 +180,7 @@ def bubble(c: Check) -> None:
         found = c.number_from("bubble", p, m)
         idle = (p - 1) / (m + p - 1)
         c.need(
-            math.isclose(found, idle, rel_tol=_ROUNDED),
+            as_read(found, idle, least=3),  # two decimals would give another `m_10`
             f"bubble({p}, {m}) returned {found:.4g}, but this is not the idle fraction of {p} "
             f"stages with {m} microbatches.",
             "do not round the result"

@@ -18,7 +18,9 @@ PROBED = {"t1_s": 1.35, "latency_s": 1.25, "bytes_per_s": 1.12}
 but this time cancels in the difference of two messages. One message of 1 MB is off by 1.15."""
 
 PREDICTED = 1.5
-ENOUGH = 0.85
+ENOUGH = 0.9
+"""The least share of the best rate, by the formulae. Measured rates do not decide: they vary, and
+the second-best strategy of a case reaches up to 0.854. Strategies that tie reach 1."""
 
 _CASES = (
     Case("P", 3, 1000, (1.0, 1.0, 1.0), 0.18, 0.015, 10e6),
@@ -141,18 +143,22 @@ def case_b(c: Check) -> None:
 
 def _played(c: Check, name: str) -> None:
     play = c.play(name)
+    student = str(play.get("student") or "") if play is not None else ""
     if play is None or not play["strategy"]:
-        c.wrong(
-            f"Nothing is sealed for case {name} yet.",
-            "set `strategy` and `samples_per_s` before blind.seal, and run the cell",
-        )
-    student = str(play.get("student") or "")
+        hint = "set `strategy` and `samples_per_s` before blind.seal, and run the cell"
+        if student:
+            c.wrong(
+                f"Nothing is sealed yet for case {name} of {student!r}.",
+                f'{hint}; if {student!r} is not your name, run blind.play_as("your name") first',
+            )
+        c.wrong(f"Nothing is sealed for case {name} yet.", hint)
     c.need(
         bool(student),
         f"Case {name} belongs to no student, because it was opened without a name.",
         f'in the cell, set `student` to your name, and keep the call blind.case("{name}", student)',
     )
-    own = draw(seed_of(student), name, int(play["attempt"]))
+    attempt = int(play["attempt"])
+    own = draw(seed_of(student), name, attempt)
     c.need(
         list(play["numbers"]) == own.numbers,
         f"Case {name} does not have the numbers that belong to the name {student!r}.",
@@ -167,7 +173,7 @@ def _played(c: Check, name: str) -> None:
     )
     if not c.expect(
         play["honest"] is True,
-        "the prediction was sealed before the case was run",
+        f"the prediction was sealed before the case was run (attempt {attempt + 1} at case {name})",
         "the prediction was sealed after the case had been run",
         f'blind.case("{name}") gives new numbers: probe, predict, seal, and only then run',
     ):
@@ -182,18 +188,23 @@ def _played(c: Check, name: str) -> None:
         if factor > 1
         else "did you count a time twice, or use a unit that is not samples per second?",
     )
-    share = choice_score(strategy, measured)
+    rates = expected(own)
+    share, seen = choice_score(strategy, rates), choice_score(strategy, measured)
     c.expect(
         share >= ENOUGH,
-        f"the chosen strategy achieves at least {ENOUGH:.0%} of the rate of the best strategy",
-        f"{strategy} achieved {share:.0%} of the rate of the best strategy, but it must achieve "
-        f"at least {ENOUGH:.0%}",
+        f"by the formulae, the chosen strategy achieves at least {ENOUGH:.0%} of the rate of the "
+        "best strategy",
+        f"by the formulae, {strategy} achieves {share:.0%} of the rate of the best strategy, but "
+        f"it must achieve at least {ENOUGH:.0%} (measured: {seen:.0%})",
         "predict the rates of all four strategies from the same three numbers, and compare these "
         "rates before you choose",
     )
 
 
 MEMORY = ("one_device", "mirrored", "central_storage", "parameter_server", "sharded", "model_split")
+
+_UNITS = (1e3, 1e6, 1e9, 2**10, 2**20, 2**30)
+"""The bytes of a kB, MB, GB, KiB, MiB and GiB."""
 
 
 def _held(strategy: str, parameters: float, workers: int) -> float:
@@ -215,11 +226,15 @@ def fitting(c: Check) -> None:
     for strategy in MEMORY:
         for parameters, workers in ((6_291_456, 3), (1_000_000, 2), (70_000_000_000, 64)):
             found = c.number_from("held_bytes", strategy, parameters, workers)
+            held = _held(strategy, parameters, workers)
+            hint = hints.get(strategy, "each worker holds everything that training with Adam needs")
+            if any(math.isclose(found * unit, held, rel_tol=1e-3) for unit in _UNITS):
+                hint = "return the number in bytes, not in a larger unit such as MiB"
             c.need(
-                math.isclose(found, _held(strategy, parameters, workers), rel_tol=1e-3),
+                math.isclose(found, held, rel_tol=1e-3),
                 f"held_bytes({strategy!r}, {parameters}, {workers}) returned {found:.4g}, "
                 "but one worker holds another number of bytes.",
-                hints.get(strategy, "each worker holds everything that training with Adam needs"),
+                hint,
             )
     c.expect(True, "the number of bytes of a worker is right for all six strategies", "")
     choice = c.text("choice", MEMORY)

@@ -1,8 +1,8 @@
 """Multi-worker mirrored: one engine per worker, each with a full copy of the parameters.
 
 Every worker computes its share of each batch. The gradients are sent from engine to engine in a
-ring, and each engine adds its own gradients. So all workers apply the same sum and stay equal to
-the last bit:
+ring, and each engine adds its own gradients. So all workers apply the same sum, and their copies of
+the model stay equal to the last bit:
 
     worker 0:  forward, backward --+                     +-> update
                                    |    <- ring / NCCL -> |
@@ -17,10 +17,10 @@ the run:
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
 These values are averaged over the workers at the end of each step, so saved models are equal too.
-Each worker normalises over its own share of the batch. With Keras, all workers can use the same
-file name. Each worker saves the complete model or weights, and the last saved file remains.
-`CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on rank 0. If a cell writes other
-files, use another path for each rank, or write them only `if rank == 0:`.
+Each worker normalises over its own share of the batch. With Keras, all workers can save to the same
+file: each worker saves the complete model or the complete weights, and the file that is saved last
+remains. `CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on rank 0. If a cell writes
+other files, use another path for each rank, or write them only `if rank == 0:`.
 
 Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
 would wait forever for a missing worker, and block every thread of its process. If a collective

@@ -1,8 +1,9 @@
 """Asynchronous data parallelism under a coordinator: servers hold the variables, workers compute.
 
 The cell runs on one engine, the coordinator. The coordinator does not compute; it schedules
-closures, and an idle worker takes the next closure. In a closure, a worker reads the variables from
-the servers and computes the gradients of its own batch. Then the servers apply these gradients:
+closures (functions that compute one step), and an idle worker takes the next closure. In a closure,
+a worker reads the variables from the servers and computes the gradients of its own batch. Then the
+servers apply these gradients:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
                        |               |              |
@@ -25,8 +26,9 @@ continues from the last checkpoint.
     partitioner=fixed:2     each variable is cut in two along its first dimension
     partitioner=min_size:N  each variable is cut into parts of at least N bytes
 
-Keras 3 needs variables with a single value, but a partitioned variable consists of several parts.
-So you can use a partitioner only in your own loop, for `tf.Variable`s that this loop makes.
+In Keras 3, each variable must be one tensor, but a partitioned variable consists of several
+tensors. So you can use a partitioner only in your own loop, for `tf.Variable`s that this loop
+makes.
 
 Every task (the coordinator, each worker and each server) opens a gRPC server for the run. This
 server listens on every network interface, even if its address is 127.0.0.1. After the run, no

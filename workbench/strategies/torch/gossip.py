@@ -10,24 +10,25 @@ Exponential Graph is Provably Efficient for Decentralized Deep Training, NeurIPS
         |     |   w_r = (w_r-1 + w_r           step t+1   0 -> 2 -> 0,  1 -> 3 -> 1  hop 2
         3 --- 2          + w_r+1) / 3                     w_r = (w_r + w_(r-hop)) / 2
 
-Each worker takes a step on its own share and then mixes its parameters with its neighbours'. In the
-matrix of the mixing weights, every row and every column adds up to 1. So mixing does not change the
-mean of all replicas. The replicas are close to each other, but not equal. On a ring, a change of
-one replica reaches one more neighbour per step, so the differences between replicas grow with the
-number of workers. On the exponential graph of 2^k workers, every replica has mixed with all other
-replicas after k steps.
+Each worker takes a step on its own share, and then replaces its parameters by a weighted mean of
+its own and its neighbours' parameters (mixing). In the matrix of the mixing weights, every row and
+every column adds up to 1. So mixing does not change the mean of all replicas. The replicas are
+close to each other, but not equal. On a ring, a change of one replica spreads by only one worker
+per step in each direction. So with more workers, the differences between the replicas are larger.
+On the exponential graph of 2^k workers, every replica has been mixed with all other replicas after
+k steps.
 
-A worker waits only for its neighbours, so a delay reaches the far side of a ring some steps later.
-Each message contains the time when its sender was ready; the sync wait is computed from this time.
-On a ring, a worker sends its parameters and floating-point buffers twice per step (once with two
-workers). On the exponential graph it sends them once per step.
+A worker waits only for its neighbours. So on a ring, a delay reaches more distant workers some
+steps later. Each message contains the time when its sender was ready; the sync wait is computed
+from this time. On a ring, a worker sends its parameters and floating-point buffers twice per step
+(once with two workers). On the exponential graph it sends them once per step.
 
 When a worker dies, the other workers form a new graph, and each keeps its own replica. If the death
-interrupted the mixing of a step, the step counts as taken, without mixing. No worker waits for the
-dead worker, and the other workers lose nothing. The updates that the dead worker sent to its
-neighbours stay in their replicas. A new worker copies the replica of a worker that has taken the
-most steps. If several workers have taken the most steps, it copies the replica of the nearest of
-them.
+interrupts the mixing in a step, this step counts, but it ends without mixing. No worker waits for
+the dead worker, and the other workers lose nothing. The updates that the dead worker has sent to
+its neighbours stay in the neighbours' replicas. A new worker copies the replica of a worker that
+has taken the most steps. If there are several such workers, the new worker chooses the one with the
+nearest rank.
 
 The replica spread (logged as `spread`) shows how different the replicas are. It is computed before
 mixing: the root mean square, over all parameters, of the difference between a worker's replica and

@@ -12,21 +12,22 @@ Megatron-LM, SC 2021, section 3.
                    |                     |
     share 1 -> worker 2: stage 0 --> worker 3: stage 1 -> loss
 
-Within a row, microbatches go through the stages as under `model_split`. After the last microbatch,
-the workers that hold the same stage add up their gradients, in one message. The gradient of
-pipeline d is the gradient of the mean loss over its share, so it is weighted by the share's
-samples:
+Within a pipeline (a row), microbatches go through the stages as under `model_split`. After the last
+microbatch, the workers that hold the same stage add up their gradients, in one message. Pipeline d
+computes g_d, the gradient of the mean loss over its share. So g_d is weighted by the number of
+samples in the share:
 
     g = sum over pipelines of (samples of share d / samples of the batch) x g_d
 
-The gradients are added up outside the pipeline. DistributedDataParallel cannot be used for this,
-because it does not know when the last microbatch has left its stage.
+Workbench itself adds up these gradients, without DistributedDataParallel, because
+DistributedDataParallel does not know when the last microbatch has left a stage.
 
-In this message each worker also sends the time when it was ready, so that waiting and transfer can
-be distinguished. The worker that computed longest in the step is named as the cause of the waits,
-including waits in other rows and columns. A worker sends the messages of its pipeline, and 2
-(d-1)/d of its stage's gradients (a ring all-reduce over d pipelines). In each pipeline only the
-worker with the last stage counts samples, so that the sum of the counts is the batch size.
+In the message with its gradients, each worker also sends the time when it was ready, so that sync
+wait and transfer can be measured separately. The worker that computed longest in the step is named
+as the cause of all waits, including waits in other rows and columns. A worker sends the messages of
+its pipeline, and 2 (d-1)/d times the size of its stage's gradients (a ring all-reduce over d
+pipelines). In each pipeline only the worker with the last stage counts samples, so that the sum of
+the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
 share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
@@ -39,10 +40,10 @@ workers can update:
     worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 3   sum of stage 1 --+
 
-A worker updates only after messages within the rows and the columns have confirmed that all other
-workers have their sums. If a death interrupts the confirmation, some workers may already have taken
-the step. Then the interrupted workers take the step too: they do not need other workers for it,
-because they have their sums. If no worker has taken the step, the workers begin it again.
+A worker updates only after messages within the rows and the columns have confirmed that every other
+worker has its sum. If a death interrupts the confirmation, some workers may already have taken the
+step. Then the interrupted workers take the step too: they do not need other workers for it, because
+they have their sums. If no worker has taken the step, the workers begin it again.
 """
 
 from __future__ import annotations

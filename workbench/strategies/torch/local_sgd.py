@@ -11,26 +11,26 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     worker 1: w1 = w1 - lr g1(w1)  ...   w1 --+-- w = mean(w_r) ----+--> w
     worker 2: (not chosen for this round)     +                     +--> w
 
-Workers send 1/H of the bytes that they send under `mirrored`. Between averages the replicas become
-different from each other, and the difference is larger if the workers' data differs more. With H =
-1 and an optimizer that is linear in the gradient (SGD, with or without momentum), averaging
-parameters is the same as averaging gradients. So the result is the same as on one device. Optimizer
-state is not averaged; each worker keeps its own.
+With H steps in a round (`every=H`), workers send 1/H of the bytes that they send under `mirrored`.
+Between averages the replicas become different from each other, and the difference is larger if the
+workers' data differs more. With H = 1 and an optimizer that is linear in the gradient (SGD, with or
+without momentum), averaging parameters is the same as averaging gradients. So the result is the
+same as on one device. Optimizer state is not averaged: each worker keeps its own optimizer state.
 
 With DiLoCo (`outer=nesterov`), a round ends with an outer step. The outer gradient (d) is the
-difference between the parameters at the start of the round (b) and the mean of the replicas at its
-end. The outer optimizer is SGD with Nesterov momentum. Each worker keeps b and the momentum (m),
-and takes the same outer step. The inner optimizer is the optimizer of your cell; the paper uses
-AdamW.
+difference between the parameters at the start of the round (b) and the mean of the replicas at the
+end of the round. The outer optimizer is SGD with Nesterov momentum. Each worker keeps b and the
+momentum (m), and takes the same outer step. The inner optimizer is the optimizer of your cell; the
+paper uses AdamW.
 
     round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
 
-With `outer_lr=1` and `outer_momentum=0` the outer step gives the mean of the replicas. The momentum
-strengthens a direction that several rounds have in common. A run with only one worker takes outer
-steps too. Buffers and frozen parameters are replaced by their mean over the workers. An evaluation
-during a round uses the mean of the replicas. The final weights of a run are also the mean of the
-replicas.
+With `outer_lr=1` and `outer_momentum=0` the outer step gives the mean of the replicas. If several
+rounds change the parameters in the same direction, the momentum makes the outer step larger. A run
+with only one worker takes outer steps too. Buffers and frozen parameters are replaced by their mean
+over the workers. An evaluation during a round uses the mean of the replicas. The final weights of a
+run are also the mean of the replicas.
 
 With fragments (`fragments=F`), the parameters are divided into F parts of equal length. Each part
 is averaged every H steps, and different parts are averaged at different steps. The total number of
@@ -39,22 +39,23 @@ bytes is the same as without fragments, but each average sends only 1/F of the p
     H = 6, F = 3     step   1   2   3   4   5   6   7   8   9  10  11  12
                      averaged   A       B       C       A       B       C
 
-Two options come from federated averaging. With `fraction`, this fraction of the workers is chosen
-at random for each round; only these workers train, and only their parameters are averaged.
+Two options come from federated averaging. `fraction` is the fraction of the workers that are chosen
+at random for each round: only these workers train, and only their parameters are averaged.
 `skew=alpha` distributes the data by class (Dirichlet distribution), so that the workers have
-different data. A smaller alpha gives a larger difference.
+different data. With a smaller alpha, the workers' data differs more.
 
 When a worker dies, each of the other workers continues from its own replica. Either all workers
 complete an average or none does. If some workers have completed an average, the other workers copy
 the mean and the outer optimizer's state from them. If no worker has completed the average, the
 remaining workers repeat the last step, and then the average. So with `every=1` and SGD without
-momentum nothing is lost. In other cases at most the dead worker's steps since the last average and
-its optimizer's state are lost. A new worker copies another worker's replica. In the next average,
-the steps of the copied worker since the last average count twice.
+momentum nothing is lost. In other cases the run loses at most the dead worker's steps since the
+last average, and this worker's optimizer state. A new worker copies another worker's replica. So in
+the next average, the steps that the other worker took since the last average count twice.
 
-In a step with an average, a worker sends 2 (n-1)/n of the size of the parameters and floating-point
-buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n of the current fragment. In other
-steps it sends nothing. Workers wait for the last worker only in steps with an average.
+In a step with an average, a worker sends 2 (n-1)/n times the size of the parameters and
+floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size of
+the current fragment. In other steps it sends nothing. Workers wait for the last worker only in
+steps with an average.
 """
 
 from __future__ import annotations

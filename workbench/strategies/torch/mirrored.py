@@ -8,13 +8,14 @@ VLDB 2020, section 3; PyTorch's DistributedDataParallel is the implementation.
     worker 2:  share 2 -> forward -> backward -> g2 --+   g = mean(g_r) +-> g -> optimizer
 
 At the beginning rank 0's parameters are broadcast, so all copies are equal. All workers take equal
-steps, so the copies stay equal. In a ring all-reduce every worker sends 2 (n-1)/n times the
-gradient's size. Gradients are sent in buckets (groups of gradients) while the backward pass is
-still running. The communication that is not finished when the backward pass ends counts as sync
-wait and transfer.
+steps, so the copies stay equal. In a ring all-reduce of n workers, every worker sends 2 (n-1)/n
+times the gradient's size. Gradients are sent in buckets (groups of gradients) while the backward
+pass is still running. The communication that is not finished when the backward pass ends counts as
+sync wait and transfer.
 
 The mean over workers is the mean over samples only if all shares are equally large. The loss of
-worker r is therefore weighted by n x samples_r / samples: sum_r 1/n (n samples_r / samples) g_r.
+worker r is therefore multiplied by n x samples_r / samples, where `samples` is the size of the
+batch. Then the mean over workers is sum_r (samples_r / samples) g_r, the mean over samples.
 
 Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
 them. So rank 0's buffers are broadcast only before each evaluation and at the end. DDP, with its

@@ -15,9 +15,9 @@ Every push is a separate step. The server takes the step when the push arrives, 
 optimizer's state together with the parameters. No worker waits for another. The disadvantage is
 that the parameters change between a worker's pull and its push. The staleness is the number of
 updates by other workers between this pull and this push. It is recorded for every push. With n
-equally fast workers the mean staleness is n - 1. A push uses batch/n samples, so for one batch n
-workers take n steps, and one device takes one step. Clipping is applied to the gradient of each
-push.
+equally fast workers the mean staleness is n - 1. A push uses batch/n samples. So n workers take n
+steps for each batch, and one device takes only one step. Clipping is applied to the gradient of
+each push.
 
     max_staleness=s       a worker that is more than s steps ahead of the slowest worker must wait
                           (SSP); with s=0 no worker begins a step until all workers have ended
@@ -35,9 +35,9 @@ push.
                           central_storage but with several servers; the result is that of one device
 
 If the staleness is unbounded, there is no sync wait. With `max_staleness`, the sync wait is the
-time for which the server delayed its answer. With `sync=true`, the sync wait is measured as under
-`central_storage`. The wait is attributed to the last worker that was too far behind, because the
-push of this worker ended the delay. Only the server knows which worker this was.
+time for which the server delayed its answer. This wait is assigned to the last worker that was too
+far behind, because the push of this worker ended the delay. The server tells the waiting worker
+which worker this was. With `sync=true`, the sync wait is measured as under `central_storage`.
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), workers push only the gradient's
 rows, and servers send back only the rows that have changed (`servers/rows.py`).

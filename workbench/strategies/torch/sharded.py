@@ -14,26 +14,28 @@ implementation.
 Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. Worker
 r's loss is weighted by n x samples_r / samples, so the mean over workers becomes a mean over
 samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and two moments.
-With n workers, each worker needs 16/n bytes per parameter, plus the memory of one gathered unit.
-Every worker sends 3 (n-1)/n times the parameters' size in a step, instead of 2 (n-1)/n. With
-`reshard=false`, gathered units are kept from the forward pass to the backward pass. Then every
-worker sends only 2 (n-1)/n times the parameters' size, but needs more memory.
+With n workers, each worker needs 16/n bytes per parameter, plus the memory of one gathered unit
+(usually a layer). In a step, every worker sends 3 (n-1)/n times the parameters' size; under
+`mirrored` it sends 2 (n-1)/n times this size. With `reshard=false`, gathered units stay in memory
+from the forward pass to the backward pass. Then every worker sends only 2 (n-1)/n times the
+parameters' size, but needs more memory.
 
-If you pass a function that builds the model, only rank 0 builds the model with its values. The
-other workers build only its structure (device `meta`). Rank 0 sends to every worker the values of
-this worker's part, row by row (`Filling` in the source). So the host holds the model once, and no
-worker's device ever holds the whole model.
+If you pass a function that builds the model, only rank 0 builds the model with the values of its
+parameters. The other workers build the model without values (device `meta`). Rank 0 sends each
+worker the values of this worker's part, row by row (`Filling` in the source). So the host's memory
+holds the whole model only once, and no worker's device ever holds the whole model.
 
 A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or a
 direct child of the model that has no children itself. All parameters of a unit are gathered
 together. All parts of the model that are not in a unit form the rest, which is also gathered
 together. The rest is always kept from the forward pass to the backward pass, so every worker sends
-2 (n-1)/n of the rest's size. A model smaller than `unit_mb` has no units; with `unit_mb=0` it has
-units too.
+2 (n-1)/n times the rest's size. A model that is smaller than `unit_mb` has no units. With
+`unit_mb=0`, small models have units too.
 
-The bytes are counted for each call: in a ring all-gather or reduce-scatter of a unit of S bytes,
-every worker sends (n-1)/n S bytes. Workers wait for each other in the forward pass too. So the sync
-wait is computed from the time that each worker spends on its own computation (`parts/timing.py`).
+Sent bytes are counted for each collective: in a ring all-gather or reduce-scatter of a unit of S
+bytes, every worker sends S (n-1)/n bytes. Workers wait for each other in the forward pass too. So
+the sync wait is computed from the time that each worker spends on its own computation
+(`parts/timing.py`).
 """
 
 from __future__ import annotations

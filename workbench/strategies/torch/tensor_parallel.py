@@ -10,13 +10,14 @@ Parallelism, 2019, section 3. PyTorch's DTensor and `parallelize_module` are the
 
     backward: dL/dx = sum over workers of their parts, one more all-reduce per pair of layers
 
-Every worker sees the whole batch and holds 1/n of the divided layers' parameters, gradients and
+Every worker gets the whole batch and holds 1/n of the divided layers' parameters, gradients and
 optimizer state. All workers hold the layers that are not divided (norms, convolutions) and update
-them equally. Two layers can form a pair: the first is divided by columns (`col`), the second by
-rows (`row`). A pair communicates only once per pass, because the operations between its two layers
-work element by element. A divided layer without a partner is `gathered`: it is divided by columns,
-and its output is gathered immediately. Attention is a pair too: its heads are divided among the
-workers (q, k and v by columns, the output by rows).
+them in the same way. Two layers can form a pair: the first is divided by columns (`col`), the
+second by rows (`row`). For a pair, the workers communicate only once in the forward pass and once
+in the backward pass, because the operations between the two layers work element by element. A
+divided layer without a partner is `gathered`: it is divided by columns, and its output is gathered
+immediately. Attention is a pair too: its heads are divided among the workers (q, k and v by
+columns, the output by rows).
 
 In a Sequential, the order of the layers shows the pairs. In other models, Workbench guesses the
 pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it tests these
@@ -26,9 +27,9 @@ fit on one device for this test.
 
 Workers wait for each other inside forward and backward. The wait is computed from the time that a
 worker spends on its own computation (`parts/timing.py`). In the first step, the sent bytes are
-counted from the collectives: 2 (n-1)/n of the tensor for a ring all-reduce, and (n-1)/n of the
-whole tensor for an all-gather or a reduce-scatter. For later steps this number is scaled with the
-number of samples.
+counted from the collectives: 2 (n-1)/n times the tensor's size for a ring all-reduce, and (n-1)/n
+times the whole tensor's size for an all-gather or a reduce-scatter. For later steps this number is
+scaled with the number of samples.
 """
 
 from __future__ import annotations

@@ -136,9 +136,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "state": snapshot.state,
         "over": snapshot.state in events.OVER,
         "progress": text.progress(snapshot),
-        "fraction": min(1.0, snapshot.step / snapshot.total_steps)
-        if snapshot.total_steps
-        else None,
+        "fraction": snapshot.done,
         "figures": text.figures(snapshot),
         "slow": text.slow(snapshot) or text.overfitting(snapshot),
         "banner": snapshot.banner,

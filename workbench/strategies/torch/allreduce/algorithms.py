@@ -36,16 +36,16 @@ def ring(flat: torch.Tensor, links: Links) -> None:
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
     Workstations, Journal of Parallel and Distributed Computing 69(2), 2009.
 
-    Each worker divides its tensor into n chunks. In each round every worker sends a chunk to the
-    next worker and adds the chunk from the previous worker. After n-1 rounds each worker holds one
-    chunk of the sum. In n-1 more rounds each finished chunk is sent around the ring.
+    Each of the n workers divides its tensor into n chunks. In each round every worker sends a chunk
+    to the next worker and adds the chunk from the previous worker. After n-1 rounds each worker
+    holds one chunk of the sum. In n-1 more rounds each finished chunk is sent around the ring.
 
         reduce-scatter, n = 3                          all-gather
         worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
         worker 1:  b1 ──▶ 2   a0+a1 ──▶ 2   C          C ──▶ 2    B ──▶ 2
         worker 2:  c2 ──▶ 0   b1+b2 ──▶ 0   A          A ──▶ 0    C ──▶ 0
 
-    Each worker sends 2 (n-1)/n of the tensor. There are 2 (n-1) rounds.
+    Each worker sends 2 (n-1)/n times the tensor's size. There are 2 (n-1) rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -73,7 +73,7 @@ def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
         worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
         worker 3:  g3 ──┘                 └──▶ worker 3
 
-    Each of the other workers sends the tensor once. Worker 0 sends the sum n-1 times, and is the
+    Every worker except worker 0 sends its tensor once. Worker 0 sends the sum n-1 times, and is the
     bottleneck for large tensors. There are 2 rounds.
 
     Args:
@@ -111,21 +111,22 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
     Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
     MPICH, IJHPCA 19(1), 2005, section 4.5.
 
-    In round k, workers whose ranks differ in bit k exchange their sums and add them. After log2 n
-    rounds every worker holds the sum.
+    In round k, each worker has a partner whose rank differs from its own only in bit k. The
+    partners exchange their sums, and each adds the sum that it receives. After log2 n rounds every
+    worker holds the sum.
 
         worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
         worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
         worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
         worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
 
-    If n is not a power of two, let p be the largest power of two below it. First, the workers with
-    ranks of p and more send their tensors to a partner with a lower rank. At the end they receive
-    the sum from this partner. The order of two numbers does not change their sum, so all copies of
-    the sum are equal to the last bit.
+    If n is not a power of two, let p be the largest power of two below n. First, each worker with a
+    rank of p or more sends its tensor to a partner with a lower rank. At the end it receives the
+    sum from this partner. The order of two numbers does not change their sum, so all copies of the
+    sum are equal to the last bit.
 
-    Each of the p workers sends log2(p) times the tensor. There are log2 p rounds, and two more if n
-    > p.
+    Each of the p workers sends the whole tensor log2(p) times. There are log2 p rounds, and two
+    more if n > p.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -155,18 +156,18 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
     Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
     (arXiv:1807.11205), "hierarchical all-reduce".
 
-    Links within a host are fast; links between hosts are slow. So each group adds up its tensors on
-    one of its workers, the leader. The leaders run a ring all-reduce, and each leader sends the sum
-    to its group. The workers on one host are a group. If there is only one host, a group is a block
-    of about sqrt(n) workers, so that you can see how the algorithm works.
+    Links within a host are fast; links between hosts are slow. So the workers on one host form a
+    group. Each group adds up its tensors on one of its workers, the leader. The leaders run a ring
+    all-reduce. Then each leader sends the sum to its group. If there is only one host, a group is a
+    block of about sqrt(n) workers, so that you can see how the algorithm works.
 
         worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
                                 ├── ring ──┤
         worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
 
-    Each of m leaders sends 2 (m-1)/m of the tensor to other leaders, and the whole tensor to each
-    member of its group. Each of the other workers sends the tensor once. There are 2 + 2 (m-1)
-    rounds.
+    Each of the m leaders sends 2 (m-1)/m times the tensor's size to other leaders, and the whole
+    tensor to each member of its group. Each worker that is not a leader sends its tensor once.
+    There are 2 + 2 (m-1) rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.

@@ -11,13 +11,14 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 - `fp16`, `bf16`: the gradient is sent with half the bits, and the all-reduce adds numbers of this
   type. `bf16` has the range of float32 and 8 bits of precision. `fp16` has 11 bits of precision,
   and its largest number is 65504.
-- `topk:F`: the numbers with the largest magnitude, a fraction F of the whole gradient, are sent as
-  values and indices. Workers choose different numbers, so the chosen numbers are gathered, not
-  reduced: each worker sends n-1 messages, each with all the numbers that one worker chose.
+- `topk:F`: each worker sends only the numbers of its gradient that have the largest magnitude, as
+  values and indices. F is the fraction of all numbers that is sent. Workers choose different
+  numbers, so an all-gather is needed instead of an all-reduce: each worker sends n-1 messages, and
+  each message has all the numbers that one worker chose.
 - `powersgd:R`: each gradient matrix M, shape (m, k), is sent as P Q^T of rank R. One step of power
   iteration computes P and Q from the previous Q. P and Q are linear in M, so an all-reduce can
   average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are sent without
-  compression, and so are matrices for which R (m + k) is at least m k.
+  compression. A matrix is also sent without compression if R (m + k) is at least m k.
 
 The time that the compression takes counts as transfer.
 """

@@ -26,8 +26,8 @@ their workers send them again.
     both die          the workers' links end, so the run ends (or continues from its last
                       checkpoint).
 
-After a death, no other server gets a new copy. So for each part, a run survives the death of one of
-the two servers that hold it.
+When one of the two servers has died, no other server gets a new copy. So for each part, a run
+survives the death of only one of the two servers that hold this part.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Messages for tables when a step uses only a few of their rows: these rows and their indices.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
-section 3.1 (a worker pushes and pulls the keys that its data has, not the whole of w).
+section 3.1 (a worker pushes and pulls only the keys that occur in its data, not all of w).
 
     push   | whole tensors ........ | table 3: which rows, their gradients | table 5: ... |
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
 A worker receives a row again if the row has changed since the worker last received it. So all rows
 of a worker's copy always belong to the same version of the table, as if the whole table had been
-sent. And the size of a message does not depend on the size of the table. This method works only
-with optimizers that change only the rows for which there is a gradient (`check_row_wise`).
+sent. And the size of a message does not depend on the size of the table. This method needs an
+optimizer that changes only the rows that have a gradient (`check_row_wise`).
 
-The number of rows differs from step to step, so such messages have a largest size but no fixed
-size. They are sent over the socket, even if whole tensors use shared memory.
+The number of rows differs from step to step, so the size of these messages is not fixed, but it has
+an upper limit. The messages are sent over a socket, even if whole tensors are sent through shared
+memory.
 """
 
 from __future__ import annotations
