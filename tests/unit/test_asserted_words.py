@@ -47,7 +47,6 @@ OTHERS: dict[tuple[str, str], str] = {
 NAMED: dict[tuple[str, str], str] = {
     ("cluster/test_cells.py", "most recent call last"): "Python says it",
     ("cluster/test_fail_fast.py", "Connection closed by peer"): "gloo says it",
-    ("docs/test_never_run.py", "except for rounding"): "a page says it",
     ("contract/test_layouts.py", "in the optimizer"): "a key of the cell",
     ("labs/test_grading.py", "The square of the rank"): "an exercise's title",
     ("labs/test_grading_exploits.py", "a case's hidden numbers"): "the column of a table",

@@ -574,12 +574,14 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     """Return the note about the recovery and its cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
-        workers = f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
-        text += f"After {done.seconds:.1f} s, {workers}"
+        workers = f"{done.workers} worker{'s' if done.workers > 1 else ''}"
+        text += f"The run was started again with {workers} after {done.seconds:.1f} s"
     elif len(done.engines) > 1:
-        text += f"New engines replaced the lost ones. The run continued after {done.seconds:.1f} s"
+        text += "New engines replaced the lost ones. "
+        text += f"The run was started again after {done.seconds:.1f} s"
     else:
-        text += f"A new engine replaced the lost one. The run continued after {done.seconds:.1f} s"
+        text += "A new engine replaced the lost one. "
+        text += f"The run was started again after {done.seconds:.1f} s"
     if not saved:
         text += " from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":

@@ -30,9 +30,9 @@ its neighbours stay in the neighbours' replicas. A new worker copies the replica
 has taken the most steps. If there are several such workers, the new worker chooses the one with the
 nearest rank.
 
-The replica spread (logged as `spread`) shows how different the replicas are. It is computed before
-mixing: the root mean square, over all parameters, of the difference between a worker's replica and
-the replicas of its neighbours.
+The replica spread (logged as `spread`) shows how different the replicas are. It is the root mean
+square of the difference between a worker's replica and the replicas of its neighbours, over all
+parameters. It is computed before mixing.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ paper uses AdamW.
 
 With `outer_lr=1` and `outer_momentum=0` the outer step gives the mean of the replicas. If several
 rounds change the parameters in the same direction, the momentum makes the outer step larger. A run
-with only one worker takes outer steps too. Buffers and frozen parameters are replaced by their mean
-over the workers. An evaluation during a round uses the mean of the replicas. The final weights of a
-run are also the mean of the replicas.
+with only one worker takes outer steps too. Floating-point buffers and frozen parameters are only
+averaged: they take no outer step. An evaluation during a round uses the mean of the replicas. The
+final weights of a run are also the mean of the replicas.
 
 With fragments (`fragments=F`), the parameters are divided into F parts of equal length. Each part
 is averaged every H steps, and different parts are averaged at different steps. The total number of

@@ -19,17 +19,17 @@ divided layer without a partner is `gathered`: it is divided by columns, and its
 immediately. Attention is a pair too: its heads are divided among the workers (q, k and v by
 columns, the output by rows).
 
-In a Sequential, the order of the layers shows the pairs. In other models, Workbench guesses the
-pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it tests these
-guesses: the loss and the gradient norm of one sample must be the same as on one device. If they
-differ, the guessed layers are gathered. The guessed layers are also gathered if the model does not
-fit on one device for this test.
+In a Sequential, the order of the layers shows which layers form pairs. In other models, Workbench
+guesses the pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it
+tests these guesses: the loss and the gradient norm of one sample must be the same as on one device.
+If the values differ, the guessed layers are `gathered`. The guessed layers are also `gathered` if
+this test is not possible because the model does not fit on one device.
 
-Workers wait for each other inside forward and backward. The wait is computed from the time that a
-worker spends on its own computation (`parts/timing.py`). In the first step, the sent bytes are
-counted from the collectives: 2 (n-1)/n times the tensor's size for a ring all-reduce, and (n-1)/n
-times the whole tensor's size for an all-gather or a reduce-scatter. For later steps this number is
-scaled with the number of samples.
+Workers wait for each other during the forward pass and the backward pass. The wait is computed from
+the time that a worker spends on its own computation (`parts/timing.py`). In the first step, the
+sent bytes are counted from the collectives: 2 (n-1)/n times the tensor's size for a ring
+all-reduce, and (n-1)/n times the whole tensor's size for an all-gather or a reduce-scatter. For
+later steps this number is scaled with the number of samples.
 """
 
 from __future__ import annotations
