@@ -399,7 +399,7 @@ def test_a_mirror_that_is_full_ends_the_following(
     printed.pump()
     place = follow(tail(printed))
     until(place, lambda: place.over)
-    assert "full" in place.problem
+    assert "mirror" in place.problem
     assert folders.size_bytes(place.folder) < 40 * RECORD.itemsize
     assert place._process is None
 

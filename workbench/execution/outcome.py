@@ -335,8 +335,8 @@ HONOURED_ANYWAY = frozenset({"seed"})
 _TRAINS = {
     "torch": (
         "a call of wb.fit, wb.prepare or model.fit in the cell",
-        "train with wb.fit, wb.prepare or model.fit, or remove the strategy: then the cell runs on "
-        "every worker",
+        "train with wb.fit, wb.prepare or model.fit. Or remove the strategy, and the cell runs on "
+        "every worker without it",
     ),
     "tensorflow": (
         "model.fit, wb.fit, or strategy.run with a step that computes and applies gradients",

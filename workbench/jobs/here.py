@@ -151,11 +151,12 @@ def run_here(given: argparse.Namespace) -> int:
     recorded = None if given.plain else given.out or _RUNS / what.stem
     if recorded is not None and is_job(recorded):
         raise PlanError(
-            "The records of a script would be written into a job folder, where Workbench does not "
-            "look for them.",
+            "A script's records cannot be written into a job folder, because Workbench would not "
+            "find them there.",
             seen=str(recorded),
-            allowed="a separate folder",
-            next_step="use --out DIR; if this file contains a cell, add --strategy LINE",
+            allowed="a folder that is not a job folder",
+            next_step=f"use another folder with --out DIR; if {what.name} contains a cell, add "
+            "--strategy LINE (the text after %%distributed)",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)

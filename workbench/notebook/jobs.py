@@ -401,7 +401,7 @@ def _planned(
         raise PlanError(
             "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
-            allowed="a run, a plan, or a source with strategy='mirrored'",
+            allowed="a run or a plan; or a cell's source or a function, with strategy='mirrored'",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
             code="WB-PLAN-200",
         )

@@ -275,8 +275,8 @@ def target_setting(
         raise PlanError(
             "In this run, message times include the time to compress the gradients. So Workbench "
             "cannot predict a run with another compression from this run.",
-            seen=f"compress={base.setting.options['compress']}, then {entry.name} with "
-            f"compress={whole.get('compress', 'none')}",
+            seen=f"this run: compress={base.setting.options['compress']}; to predict: "
+            f"{entry.name} with compress={whole.get('compress', 'none')}",
             next_step="predict from a run with -o compress=none",
             code="WB-PLAN-343",
         )

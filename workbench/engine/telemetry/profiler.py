@@ -209,7 +209,7 @@ def check_profile(run: RunContext, total_steps: int) -> None:
         start, stop = run.spec.profile
         raise FitError(
             "This training ends before the first step of --profile.",
-            seen=f"{start}:{stop} of {total_steps} steps",
+            seen=f"--profile {start}:{stop}, but the training has {total_steps} steps",
             allowed=f"0 to {total_steps}",
             next_step=f"use --profile {max(0, total_steps - 5)}:{total_steps}",
             code="WB-FIT-013",

@@ -117,7 +117,8 @@ def _prepare_another(
             "A checkpoint would not contain this model. A checkpoint contains only the first model "
             "and optimizer, and the objects in `keep`.",
             seen="--checkpoint with several models",
-            allowed="the loop's other models and optimizers in `keep` of the first wb.prepare",
+            allowed="several models, if the first wb.prepare gets the other models and their "
+            "optimizers as `keep`",
             next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "
             "other_optimizer])",
             code="WB-FIT-010",

@@ -205,8 +205,8 @@ def keep(c: Check) -> None:
         )
     c.expect(
         True,
-        "if the slow worker needs the returned time, a step with this worker and a step without it "
-        "are equally long",
+        "if the slow worker takes `keep_up_to_s(n, t_s)` for its part, a step with it is as long "
+        "as a step without it",
         "",
     )
 

@@ -189,8 +189,8 @@ def apart(c: Check) -> None:
             for sign in (1, -1):
                 keras, torch = _made_up(draw, sizes, place, sign)
                 what = f"a network with layers of the sizes {', '.join(map(str, sizes))}"
-                far = f"the largest difference is in a {'bias' if place % 2 else 'matrix'}"
-                _compare(c, keras, torch, f"{what}, in which {far}")
+                far = f"its largest difference in a {'bias' if place % 2 else 'matrix'}"
+                _compare(c, keras, torch, f"{what} and {far}")
     c.expect(
         True, "`apart` compares each number of Keras with the corresponding number of PyTorch", ""
     )

@@ -242,7 +242,8 @@ class LocalSGD(ParameterAveraging):
         return (
             ""
             if self.options["fraction"] == 1
-            else "with `fraction` below 1, only some of the workers take part in each round"
+            else "with `fraction` below 1, each round draws some of the workers, and it must draw "
+            "from all of them"
         )
 
     def have_met(self) -> None:

@@ -611,7 +611,7 @@ class ModelSplit(Strategy):
         if not self._clocks_agree():
             self.context.emit(
                 events.Unmeasured(
-                    columns={"sync_wait_s": "the stages' clocks cannot be compared; see bubble_s"}
+                    columns={"sync_wait_s": "without a common clock, bubble_s contains these waits"}
                 )
             )
         if self.rank:

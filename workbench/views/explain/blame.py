@@ -142,7 +142,7 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step would end when the last of the other workers is ready",
-    "pipeline": "a step would take as long as the slowest of the other stages needs. The "
+    "pipeline": "a step would take as long as the slowest of the other stages. The "
     "pipeline would also fill faster. The estimate does not include this effect, so the real gain "
     "is larger",
     "asynchronous": "a step of this worker would take as long as the median of the other workers'",
@@ -169,7 +169,7 @@ class WhatIfPicture(Picture, WhatIf):
 
     def text(self) -> str:
         """Return the result and the model behind it."""
-        found = [*self.sentences(), f"Estimate: {self.model}: {MODELS[self.model]}."]
+        found = [*self.sentences(), f"Estimate ({self.model}): {MODELS[self.model]}."]
         if self.stride > 1:
             found.append(f"Only one of every {self.stride} steps is stored and recomputed.")
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
@@ -200,7 +200,7 @@ class WhatIfPicture(Picture, WhatIf):
         more, y = paragraph(
             WHAT_IF_MARGIN,
             y + 2,
-            f"Estimate: {self.model}: {MODELS[self.model]}.",
+            f"Estimate ({self.model}): {MODELS[self.model]}.",
             WIDTH - 2 * WHAT_IF_MARGIN,
             size=9.5,
         )

@@ -224,8 +224,8 @@ class _Plot:
             for piece in (_between(*ends) for ends in itertools.pairwise(places)) if piece
         ]  # fmt: skip
         for point, (x, y) in zip(self.shown.points, places, strict=True):
-            rates = " to ".join(number(v) for v in point.samples_per_s[1:])
-            hint = f"{point.workers} workers: {number(point.samples_per_s[0])}, {rates}"
+            middle, low, high = (number(rate) for rate in point.samples_per_s)
+            hint = f"{point.workers} workers: {middle} samples/s ({low} to {high})"
             found.append(
                 f'<g><title>{hint}</title><circle class="k-compute s" '
                 f'stroke-width="1.6" cx="{x:.1f}" cy="{y:.1f}" r="{RING}"/></g>'

@@ -236,7 +236,7 @@ def _draw_predicted_key(page: _Page, scaling: Scaling, words: Sequence[str]) -> 
 
 
 def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
-    title = "Speed-up" if scaling.one_worker else f"Speed-up over {scaling.least} workers"
+    title = "Speed-up" if scaling.one_worker else f"Speed-up relative to {scaling.least} workers"
     frame(axes, title, "both")
     counts, least = scaling.axis, scaling.least
     worker_axis(axes, counts, doublings=_has_ahead(scaling))

@@ -42,7 +42,7 @@ def scaling_table(scaling: Scaling) -> Table:
 
 
 def _columns(scaling: Scaling) -> list[tuple[str, Align, Cell]]:
-    speed = "speed-up" if scaling.one_worker else f"speed-up over {scaling.least} workers"
+    speed = "speed-up" if scaling.one_worker else f"speed-up relative to {scaling.least} workers"
     found: list[tuple[str, Align, Cell]] = [
         ("plan", "left", lambda curve, point: plan_of(curve, point)),
         ("workers", "right", lambda curve, point: str(point.workers)),

@@ -190,8 +190,8 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     ]
     if crowded:
         yield (
-            f"With {min(crowded)} or more workers, the workers share the CPU cores that a run with "
-            "one worker has for itself. If each worker has its own machine or GPU, the run scales "
+            f"With {min(crowded)} or more workers, the workers share the CPU cores; one worker "
+            "alone has all of them. If each worker has its own machine or GPU, the run scales "
             "differently."
         )
     if price is not None:

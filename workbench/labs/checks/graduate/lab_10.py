@@ -342,7 +342,7 @@ def buckets(c: Check) -> None:
         got = [[int(place) for place in bucket] for bucket in found]
         wanted = _buckets(sizes, frozen, limit // of_one)
         case = f"For parameters of {[of_one * n for n in sizes]} bytes (float{8 * of_one}"
-        case += f"; the parameters at the places {frozen} are frozen)" if frozen else ")"
+        case += f"; the parameters at positions {frozen} are frozen)" if frozen else ")"
         case += f" and a limit of {limit} bytes, `make_buckets` returned the buckets {got}"
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(

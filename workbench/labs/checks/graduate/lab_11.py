@@ -243,7 +243,8 @@ def flat(c: Check) -> None:
             c.need(
                 len(given) == numbers and np.array_equal(given, np.arange(numbers) + 1.0),
                 f"For tensors with the numbers 1, 2, ..., {int(numbers)}, the vector of `flatten` "
-                f"begins with {given[:4]}.",
+                "must begin with these numbers in this order, but it begins with "
+                f"{given.tolist()}.",
                 "put the numbers of the tensors one after the other; read each tensor row by row",
             )
             wanted = math.ceil(numbers / workers) * workers

@@ -299,15 +299,15 @@ def loops(c: Check) -> None:
             )
             c.need(
                 bool(np.allclose(curve[:, 0], np.array(points)[:, 0], rtol=1e-3)),
-                f"In a test, the numbers of bytes in the curve of `{name}` are "
-                f"{curve[:, 0].round(1).tolist()}, which are wrong.",
+                f"In a test, the curve of `{name}` has wrong numbers of bytes: "
+                f"{curve[:, 0].round(1).tolist()}.",
                 "the first number of each point is post.sent_bytes: all bytes that this worker "
                 "has sent so far. In each step or round, send only one message",
             )
             c.need(
                 bool(np.allclose(curve[:, 1], np.array(points)[:, 1], rtol=1e-3)),
-                f"In a test, the losses in the curve of `{name}` are "
-                f"{curve[:, 1].round(3).tolist()}, which are wrong.",
+                f"In a test, the curve of `{name}` has wrong losses: "
+                f"{curve[:, 1].round(3).tolist()}.",
                 "a point has the loss of the weights that every worker holds after this step or "
                 "round",
             )

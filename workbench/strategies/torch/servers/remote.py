@@ -198,7 +198,7 @@ class Remote:
                 "add up the gradients of all workers, so the norm on one worker is not the norm "
                 "of the sum.",
                 seen="clip_grad_norm_, or another change of the gradients in place",
-                next_step="use wb.fit(clip_norm=...), which clips on the server, or the strategy "
+                next_step="use wb.fit(clip_norm=...) (it clips on the server), or the strategy "
                 "`mirrored`",
                 code="WB-FIT-125",
             )
