@@ -286,7 +286,7 @@ def a_class(found: dict[str, Any]) -> str:
         f"{STUDENTS} / {one['notebooks']} × "
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
         f"cores need half the time, it is ready after about {server_s:.0f} s on {SERVER_CORES} "
-        f"cores. So for {STUDENTS} notebooks, use a server with {SERVER_CORES} cores and "
+        f"cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} cores and "
         f"{server_gb(STUDENTS * each_gb)} GB.",
     ]
     return "\n".join(lines)

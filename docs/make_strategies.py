@@ -24,7 +24,7 @@ HEAD = """# Strategies
 
 A strategy divides the work and the parameters among the workers. The same recipe runs under every
 strategy: you only change the word after `%%distributed`. `-o name=value` sets an option of the
-strategy. Instead of the strategy's name you can also write the name of a class, or the name that
+strategy. Instead of the strategy's name you can also write a name that PyTorch, TensorFlow or
 another system uses: `DistributedDataParallel`, `MultiWorkerMirroredStrategy`, `megatron`.
 
 All strategies except `tpu` are tested on the CPUs of one machine. For `tpu`, tests check only the
@@ -46,16 +46,18 @@ If a loop trains several models, call `wb.prepare` for each pair of model and op
 loader with the first pair:
 
 ```text
-netD, optD, loader = wb.prepare(netD, optD, loader)
-netG, optG = wb.prepare(netG, optG)
+netG, optG, loader = wb.prepare(netG, optG, loader)
+netD, optD = wb.prepare(netD, optD)
 ```
 
-The gradients of all these models are averaged, and the workers' copies of the models are
-[compared](metrics.md#equal-copies). A step ends after the first pair's `optimizer.step()`. The time
-after this moment counts as the part `other` of the next step. To avoid this, the first `wb.prepare`
-must be for the pair whose `optimizer.step()` is called last in each iteration. `one_device` and
-`mirrored` accept several pairs. The run's final weights are the weights of the first model. Name
-the other models in `keep=`, so that checkpoints contain them.
+The gradients of all these models are averaged. Workbench also checks that all workers have
+[equal copies](metrics.md#equal-copies) of the models. For Workbench, a step ends when the first
+pair's `optimizer.step()` has ended. If the loop updates another model after this, Workbench counts
+the time of this update in the next step, as its part `other`. To avoid this, call `wb.prepare`
+first for the pair whose `optimizer.step()` comes last in each iteration. `one_device` and
+`mirrored` accept several pairs. The run's final weights are the weights of the first model. If you
+save checkpoints, pass the other models and their optimizers to the first `wb.prepare`:
+`keep=[netD, optD]`.
 
 If an optimizer has parameters whose gradients are not averaged, a warning shows their shapes.
 """

@@ -21,7 +21,7 @@ WAYS = ("stop", "continue", "replace", "heal")
 
 NOTHING = "nothing"
 STEPS = "the steps since the last checkpoint"
-REST = "the rest of that worker's share"
+REST = "the steps that this worker had not taken yet"
 PUSH = "the current push, if a new engine joins before the other workers finish"
 CLOSURE = "nothing: another worker repeats the current closure"
 REFUSED = "nothing: Workbench refuses this before the run begins"

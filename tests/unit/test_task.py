@@ -19,7 +19,7 @@ from workbench.execution.run import Run
 from workbench.execution.task import Task
 from workbench.notebook import run_view
 from workbench.notebook.run_view import CellView, tell
-from workbench.shared.events import RunStarted
+from workbench.shared.events import RunFinished, RunStarted
 from workbench.shared.members import Member
 from workbench.shared.messages import CellOutcome, Copy, Happened, OwnLoop
 from workbench.shared.plan import make_plan
@@ -80,6 +80,29 @@ def test_a_cell_is_over_when_every_engine_is_done(engines):
     assert task.is_over
     assert over == [task]
     assert task.failure() is None
+
+
+def test_a_cell_that_trained_ends_after_its_last_rows(engines):
+    task, over = start(engines, 0, 1)
+    finished = Happened(run=1, event=RunFinished(rank=0, steps=6))
+    ends = threading.Thread(
+        target=lambda: [call.finish({"status": "ok", "trained": 6})
+                        for call in engines.calls.values()]
+    )  # fmt: skip
+    task.heard(0, finished)
+    ends.start()
+    ends.join(0.3)
+    assert not over
+    task.heard(1, finished)
+    ends.join(10)
+    assert over == [task]
+
+
+def test_rows_that_never_come_do_not_hold_up_the_end(engines, monkeypatch):
+    monkeypatch.setattr("workbench.execution.task.ROWS_S", 0.05)
+    task, over = start(engines, 0)
+    engines.calls[0].finish({"status": "ok", "trained": 6})
+    assert over == [task]
 
 
 class Board:

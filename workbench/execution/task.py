@@ -23,6 +23,7 @@ from ..shared.events import (
     KILL_ON_DEVICE_S,
     KILL_S,
     Regrouped,
+    RunFinished,
     RunStarted,
     Standing,
     ToldToEnd,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("workbench.session")
 CELL = "workbench.engine.entry:cell"
+ROWS_S = 2.0
+"""How long the end of a cell waits for the last rows of its run."""
 
 
 OnLoss = Callable[[str, Sequence[int]], None]
@@ -135,6 +138,8 @@ class Task:
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed: they did not react to an interrupt
         self._leaving: set[int] = set()  # failed, now cleaning up
+        self._reported: set[int] = set()  # have sent all rows of their run
+        self._report = threading.Event()
         self.moved_at = self.began
         self._timers: list[threading.Timer] = []
         on_device = any(member.is_on_device for member in members.values())
@@ -182,6 +187,9 @@ class Task:
             self.mender.hear(engine, message.event)
         if isinstance(message.event, ToldToEnd):
             _guarded(self._on_leaving, engine, message.event)
+        if isinstance(message.event, RunFinished):
+            self._reported.add(engine)
+            self._report.set()
         if not isinstance(message.event, RunStarted):
             return message
         host = self.member(engine).host if engine in self.ids else ""
@@ -313,11 +321,25 @@ class Task:
         for timer in self._timers:
             timer.cancel()
         try:
+            _guarded(self._await_rows)
             _guarded(self._show_errors)
             _guarded(self._on_done, self)
         finally:
             self.over.set()
             self.changed.set()
+
+    def _await_rows(self) -> None:
+        """Wait for the last rows: they take another way than the results, and can be later."""
+        ends = time.monotonic() + ROWS_S
+        while (left_s := ends - time.monotonic()) > 0:
+            self._report.clear()
+            trained = {
+                engine for engine, outcome in self.outcomes.items()
+                if outcome.trained and outcome.status in ("ok", "stopped")
+            }  # fmt: skip
+            if trained <= self._reported:
+                return
+            self._report.wait(left_s)
 
     def _show_errors(self) -> None:
         """Show the cause first; errors that followed from it are folded, because they would hide

@@ -8,15 +8,15 @@ are added up. Then each replica updates its own copy of the parameters, so the c
     device 2:  forward, backward --+                     +-> update
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
-These values are averaged over the replicas at the end of each step. Each replica normalises over
-its own share of the batch.
+These values are averaged over the replicas at the end of each step. In BatchNorm, each replica
+normalises over its own share of the batch.
 
 Embeddings work as in TensorFlow without Workbench. The gradient of an Embedding is a list of rows,
-and Adam, RMSprop and Adagrad square each row of this list separately. For the rows that come from
-the samples of a batch, the list is the same for any number of replicas. But some rows are used by
-every replica, such as positions (`Embedding(arange)`). The list contains each of these rows once
-per replica. For such rows, the steps of these three optimizers differ from the steps on one device.
-With SGD the steps are equal.
+and Adam, RMSprop and Adagrad square each row of this list separately. Each lookup for a sample adds
+one row to the list, for any number of replicas. But lookups that do not depend on the samples, such
+as positions (`Embedding(arange)`), are made by every replica. So the list contains each of their
+rows once per replica. For these rows, the steps of the three optimizers differ from the steps on
+one device. With SGD the steps are equal.
 
 The step waits for the slowest device. Each replica's loss is divided by the number of replicas
 (Keras does this automatically). So the sum of the gradients is the gradient of the mean loss of the

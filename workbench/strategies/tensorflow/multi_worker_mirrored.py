@@ -17,10 +17,11 @@ the run:
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
 These values are averaged over the workers at the end of each step, so saved models are equal too.
-Each worker normalises over its own share of the batch. With Keras, all workers can save to the same
-file: each worker saves the complete model or the complete weights, and the file that is saved last
-remains. `CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on rank 0. If a cell writes
-other files, use another path for each rank, or write them only `if rank == 0:`.
+In BatchNorm, each worker normalises over its own share of the batch. With Keras, all workers can
+save to the same file: each worker saves the complete model or the complete weights, and the file
+that is saved last remains. `CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on rank 0.
+If a cell writes other files, use a different path for each rank, or write them only
+`if rank == 0:`.
 
 Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
 would wait forever for a missing worker, and block every thread of its process. If a collective

@@ -31,8 +31,8 @@ the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
 share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
-gradients of each stage are summed separately. So it can happen that one worker has its sum, but
-another worker never gets its sum. Therefore every worker updates only after it knows that all
+gradients of each stage are summed separately. So when a worker dies, one worker may have its sum,
+while another worker never gets its sum. Therefore every worker updates only after it knows that all
 workers can update:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
@@ -42,8 +42,8 @@ workers can update:
 
 A worker updates only after messages within the rows and the columns have confirmed that every other
 worker has its sum. If a death interrupts the confirmation, some workers may already have taken the
-step. Then the interrupted workers take the step too: they do not need other workers for it, because
-they have their sums. If no worker has taken the step, the workers begin it again.
+step. In this case the other workers take the step too. They can do this alone, because every worker
+has its sum. If no worker has taken the step, the workers begin it again.
 """
 
 from __future__ import annotations

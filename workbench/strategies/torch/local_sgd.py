@@ -12,7 +12,7 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     worker 2: (not chosen for this round)     +                     +--> w
 
 With H steps in a round (`every=H`), workers send 1/H of the bytes that they send under `mirrored`.
-Between averages the replicas become different from each other, and the difference is larger if the
+Between two averages the replicas become different from each other. The difference is larger if the
 workers' data differs more. With H = 1 and an optimizer that is linear in the gradient (SGD, with or
 without momentum), averaging parameters is the same as averaging gradients. So the result is the
 same as on one device. Optimizer state is not averaged: each worker keeps its own optimizer state.
@@ -44,10 +44,10 @@ at random for each round: only these workers train, and only their parameters ar
 `skew=alpha` distributes the data by class (Dirichlet distribution), so that the workers have
 different data. With a smaller alpha, the workers' data differs more.
 
-When a worker dies, each of the other workers continues from its own replica. Either all workers
-complete an average or none does. If some workers have completed an average, the other workers copy
-the mean and the outer optimizer's state from them. If no worker has completed the average, the
-remaining workers repeat the last step, and then the average. So with `every=1` and SGD without
+When a worker dies, each of the other workers continues from its own replica. The death can
+interrupt an average. If some workers have already completed this average, the other workers copy
+the mean and the outer optimizer's state from them. If no worker has completed it, all remaining
+workers repeat the last step, and then the average. So with `every=1` and SGD without
 momentum nothing is lost. In other cases the run loses at most the dead worker's steps since the
 last average, and this worker's optimizer state. A new worker copies another worker's replica. So in
 the next average, the steps that the other worker took since the last average count twice.

@@ -18,15 +18,16 @@ worker r is therefore multiplied by n x samples_r / samples, where `samples` is 
 batch. Then the mean over workers is sum_r (samples_r / samples) g_r, the mean over samples.
 
 Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
-them. So rank 0's buffers are broadcast only before each evaluation and at the end. DDP, with its
-default settings, broadcasts the buffers in each forward pass. This broadcast would hide which
-worker waits for which other worker.
+them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run. DDP,
+with its default settings, broadcasts the buffers in each forward pass. In such a broadcast the
+other workers wait for rank 0. With this second wait in each step, the measured times would not show
+which worker causes a wait.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with
 any algorithm except `backend`, all gradients are averaged in one message after the backward pass.
-The averaging is started by the backward pass, not by the model's forward pass
-(`parts/reduction.py`), so a loss can be computed in any way.
+The backward pass starts this averaging (`parts/reduction.py`), not a call of `model(x)`. So a loss
+can be computed in any way.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Every push is a separate step. The server takes the step when the push arrives, 
 optimizer's state together with the parameters. No worker waits for another. The disadvantage is
 that the parameters change between a worker's pull and its push. The staleness is the number of
 updates by other workers between this pull and this push. It is recorded for every push. With n
-equally fast workers the mean staleness is n - 1. A push uses batch/n samples. So n workers take n
+equally fast workers the mean staleness is n - 1. Each push uses 1/n of a batch. So n workers take n
 steps for each batch, and one device takes only one step. Clipping is applied to the gradient of
 each push.
 
@@ -27,12 +27,13 @@ each push.
     consistency=snapshot  all servers send the same version of their tensors. Server 0 gives each
                           push a number, and the other servers take the pushes in this order. While
                           a worker reads from server 0, server 0 gives no new numbers, so that the
-                          other servers reach exactly this version. With `latest` each server sends
-                          its newest version
+                          other servers can send exactly the version that server 0 sends. With
+                          `latest` each server sends its newest version
     replicas=2            two servers hold each part of the parameters, so that one of them can die
                           (`servers/copies.py`)
     sync=true             one step uses the gradients of all workers (bulk synchronous), as under
-                          central_storage but with several servers; the result is that of one device
+                          central_storage but with several servers; the result is the same as on one
+                          device
 
 If the staleness is unbounded, there is no sync wait. With `max_staleness`, the sync wait is the
 time for which the server delayed its answer. This wait is assigned to the last worker that was too

@@ -27,10 +27,10 @@ holds the whole model only once, and no worker's device ever holds the whole mod
 
 A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or a
 direct child of the model that has no children itself. All parameters of a unit are gathered
-together. All parts of the model that are not in a unit form the rest, which is also gathered
-together. The rest is always kept from the forward pass to the backward pass, so every worker sends
-2 (n-1)/n times the rest's size. A model that is smaller than `unit_mb` has no units. With
-`unit_mb=0`, small models have units too.
+together. The parameters that are not in any unit are called the rest, and are also gathered
+together. The rest always stays in memory from the forward pass to the backward pass. So for the
+rest, every worker sends only 2 (n-1)/n times the rest's size. A model that is smaller than
+`unit_mb` has no units. With `unit_mb=0`, small models have units too.
 
 Sent bytes are counted for each collective: in a ring all-gather or reduce-scatter of a unit of S
 bytes, every worker sends S (n-1)/n bytes. Workers wait for each other in the forward pass too. So

@@ -27,9 +27,9 @@ this test is not possible because the model does not fit on one device.
 
 Workers wait for each other during the forward pass and the backward pass. The wait is computed from
 the time that a worker spends on its own computation (`parts/timing.py`). In the first step, the
-sent bytes are counted from the collectives: 2 (n-1)/n times the tensor's size for a ring
-all-reduce, and (n-1)/n times the whole tensor's size for an all-gather or a reduce-scatter. For
-later steps this number is scaled with the number of samples.
+sent bytes are counted from the collectives. A ring all-reduce counts as 2 (n-1)/n times the
+tensor's size, and an all-gather or a reduce-scatter as (n-1)/n times the whole tensor's size. For
+later steps, the sent bytes of the first step are scaled with the number of samples.
 """
 
 from __future__ import annotations

@@ -112,21 +112,21 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
     MPICH, IJHPCA 19(1), 2005, section 4.5.
 
     In round k, each worker has a partner whose rank differs from its own only in bit k. The
-    partners exchange their sums, and each adds the sum that it receives. After log2 n rounds every
-    worker holds the sum.
+    partners exchange their sums, and each adds the sum that it receives. If n is a power of two,
+    every worker holds the sum after log2 n rounds.
 
         worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
         worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
         worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
         worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
 
-    If n is not a power of two, let p be the largest power of two below n. First, each worker with a
-    rank of p or more sends its tensor to a partner with a lower rank. At the end it receives the
-    sum from this partner. The order of two numbers does not change their sum, so all copies of the
-    sum are equal to the last bit.
+    Let p be the largest power of two that is not above n. If n > p, each worker with a rank of p or
+    more first sends its tensor to a partner with a lower rank. At the end it receives the sum from
+    this partner. Two partners compute a + b and b + a, which are equal to the last bit. So all
+    copies of the sum are equal to the last bit.
 
-    Each of the p workers sends the whole tensor log2(p) times. There are log2 p rounds, and two
-    more if n > p.
+    Each worker with a rank below p sends the whole tensor log2(p) times. There are log2 p rounds,
+    and two more if n > p.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.

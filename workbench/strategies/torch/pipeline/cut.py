@@ -1,4 +1,4 @@
-"""How a model is cut over the workers: decided once, and in the same way on all workers.
+"""How a model is divided among the workers: decided once, and in the same way on all workers.
 
 A chain of layers is cut so that the slowest stage is as fast as possible.
 

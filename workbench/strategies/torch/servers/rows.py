@@ -1,4 +1,4 @@
-"""Messages for tables when a step uses only a few of their rows: these rows and their indices.
+"""Messages for embedding tables: only the rows that a step uses, and the indices of these rows.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
 section 3.1 (a worker pushes and pulls only the keys that occur in its data, not all of w).
