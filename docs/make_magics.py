@@ -76,7 +76,7 @@ ACTIONS: dict[str, tuple[str, str]] = {
     ),
     "logs": (
         "%cluster logs 1",
-        "shows the last lines of the log of engine 1; without an id, of all engines",
+        "shows the last lines of engine 1's log; without an id, of every engine's log",
     ),
     "stacks": ("%cluster stacks", "shows the current stack of every thread of every engine"),
     "debug": (

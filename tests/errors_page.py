@@ -15,11 +15,12 @@ HEAD = """# Mistakes and their messages
 <!-- Written by the tests (WORKBENCH_WRITE_DOCS=1 python -m pytest tests -k mistake). -->
 
 The first line of each message ends in a code, `[WB-FIT-...]`. The code stays the same if the words
-change. [error-codes.md](error-codes.md) lists all codes.
+of the message change. [error-codes.md](error-codes.md) lists all codes.
 
-The tests really make each of these mistakes. The page shows the error that appeared. The test then
-does what the error says after `next:`, and checks that the cluster works. The cells are shown
-without these common lines:
+The tests really make each of the mistakes below, and the page shows the error that appeared. After
+each mistake the test does what the error says after `next:`, and checks that the cluster works.
+The page does not repeat the lines below, or arguments of `wb.fit` that have the same values as
+below:
 
 ```python
 import torch

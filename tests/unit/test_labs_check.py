@@ -158,6 +158,12 @@ def test_a_result_that_is_no_number_at_all_is_not_the_sum():
     assert "place 0 on worker 0" in words
 
 
+@pytest.mark.parametrize(("part", "named"), [(111 / 3, True), (11.0, False), (112.0, False)])
+def test_a_mean_in_place_of_a_sum_is_named(part, named):
+    words, _ = lab_2._unlike(0, 3, np.full(2, part), 111, "2 numbers", True)
+    assert ("mean" in words) == named
+
+
 def test_a_run_that_does_not_exist_is_asked_for_by_its_name():
     finding = said(lambda c: c.run("never-ran"))
     assert "never-ran" in finding.words

@@ -172,7 +172,11 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         metavar="NAME",
         help="start: how engines are started: local, ssh, slurm, mpi, or an ipyparallel launcher",
     )
-    add("--on", metavar="HOSTS", help="ssh: hosts and numbers of engines: node1:4,user@node2:4")
+    add(
+        "--on",
+        metavar="HOSTS",
+        help="ssh: each host with its number of engines: node1:4,user@node2:4",
+    )
     add("--nodes", metavar="N", help="slurm: number of nodes of the job")
     add("--gpus-per-node", metavar="N", help="slurm: number of GPUs on each node")
     add(

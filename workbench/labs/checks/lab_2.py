@@ -75,6 +75,7 @@ def reduce_to_one(c: Check) -> None:
         "once to each of the other workers",
     )
     matrices(c, "reduce_to_one", "receive into a tensor like `x`: torch.empty_like(x)")
+    fewer(c, "reduce_to_one")
 
 
 @exercise("2.2", "The ring", where="the engines")
@@ -107,6 +108,7 @@ def ring(c: Check) -> None:
         "loops must have N-1 rounds",
     )
     matrices(c, "ring", "receive each chunk into `torch.empty_like(chunk)`")
+    fewer(c, "ring")
 
 
 def _ranks(workers: int) -> str:
@@ -259,7 +261,8 @@ def train(c: Check) -> None:
         "the weights equal those of one device that trains with whole batches",
         f"the weights of worker 0 differ by up to {off:.1g} from those of one device",
         "a worker's gradient is a mean over its own samples, so a share of 22 samples must count "
-        "more than a share of 21",
+        "more than a share of 21. The check also uses other batch sizes than 64: compute the "
+        "weight of a share from len(own_x) and len(x). The weights of all shares must add up to 1",
     )
     if len(found) > 1 and apart <= EXACT and off <= EXACT:
         whole = sum(len(x) for x, _ in batches)
@@ -358,6 +361,22 @@ del _labs_look
 """
 """A matrix of float64: in section 9, such gradients are added up."""
 
+_FEWER = """
+def _labs_look():
+    global world_size
+    whole, x = world_size, torch.full((3,), 10.0**rank)
+    world_size = min(2, whole)
+    try:
+        if rank < world_size:
+            {name}(x, Mail())
+    finally:
+        world_size = whole
+    return x
+_labs_answer = _labs_look()
+del _labs_look
+"""
+"""The first two workers alone: an answer may be written for one number of workers only."""
+
 Groups = list[list[int]]
 
 
@@ -394,6 +413,18 @@ def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = N
         all((np.asarray(one, dtype=float) == whole).all() for one in found),
         "the function works for a matrix of type float64, such as a gradient",
         "if `x` is a matrix of type float64, the result is not the sum",
+        hint,
+    )
+
+
+def fewer(c: Check, function: str) -> None:
+    hint = "the check sets `world_size` to 2: compute ranks and rounds from `world_size` and `rank`"
+    found = c.ask(_FEWER.format(name=function), limit_s=LIMIT_S, hint=hint)[:2]
+    whole = sum(10.0**rank for rank in range(len(found)))
+    c.expect(
+        all((np.asarray(one, dtype=float) == whole).all() for one in found),
+        "the function also works for two workers",
+        "with two workers, the result is not the sum",
         hint,
     )
 
@@ -438,6 +469,9 @@ def _unlike(
         )
         words = f"{trial}: worker {rank} still holds only its own numbers."
         return words, hints[others_changed]
+    if np.allclose(parts * workers, whole):
+        words = f"{trial}: worker {rank} holds the mean of all tensors, but it must hold the sum."
+        return words, "do not divide by the number of workers: an all-reduce only adds up"
     at = int(np.flatnonzero(parts != whole)[0])
     value = parts[at]
     words = f"{trial}: the number at place {at} on worker {rank} is not the sum"

@@ -13,11 +13,11 @@ Megatron-LM, SC 2021, section 3.
     share 1 -> worker 2: stage 0 --> worker 3: stage 1 -> loss
 
 Within a pipeline (a row), microbatches go through the stages as under `model_split`. After the last
-microbatch, the workers that hold the same stage add up their gradients, in one message. Pipeline d
-computes g_d, the gradient of the mean loss over its share. So g_d is weighted by the number of
-samples in the share:
+microbatch, the workers that hold the same stage add up their gradients, in one message. Pipeline i
+computes g_i, the gradient of the mean loss over its share. The shares can have different sizes, so
+g_i is weighted by the number of samples in the share:
 
-    g = sum over pipelines of (samples of share d / samples of the batch) x g_d
+    g = sum over pipelines of (samples of share i / samples of the batch) x g_i
 
 Workbench itself adds up these gradients, without DistributedDataParallel, because
 DistributedDataParallel does not know when the last microbatch has left a stage.

@@ -47,10 +47,11 @@ different data. With a smaller alpha, the workers' data differs more.
 When a worker dies, each of the other workers continues from its own replica. The death can
 interrupt an average. If some workers have already completed this average, the other workers copy
 the mean and the outer optimizer's state from them. If no worker has completed it, all remaining
-workers repeat the last step, and then the average. So with `every=1` and SGD without
-momentum nothing is lost. In other cases the run loses at most the dead worker's steps since the
-last average, and this worker's optimizer state. A new worker copies another worker's replica. So in
-the next average, the steps that the other worker took since the last average count twice.
+workers repeat the last step, with the dead worker's share divided among them. Then they repeat the
+average. So with `every=1` and SGD without momentum nothing is lost. In other cases the run loses at
+most the dead worker's steps since the last average, and this worker's optimizer state. A new worker
+copies another worker's replica. So in the next average, the steps that the other worker took since
+the last average count twice.
 
 In a step with an average, a worker sends 2 (n-1)/n times the size of the parameters and
 floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size of

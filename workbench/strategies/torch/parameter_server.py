@@ -36,9 +36,10 @@ each push.
                           device
 
 If the staleness is unbounded, there is no sync wait. With `max_staleness`, the sync wait is the
-time for which the server delayed its answer. This wait is assigned to the last worker that was too
-far behind, because the push of this worker ended the delay. The server tells the waiting worker
-which worker this was. With `sync=true`, the sync wait is measured as under `central_storage`.
+time for which the server delayed its answer to a worker that was too far ahead. This wait is
+assigned to the last worker that was too far behind, because the push of this worker ended the
+delay. The server tells the waiting worker which worker this was. With `sync=true`, the sync wait is
+measured as under `central_storage`.
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), workers push only the gradient's
 rows, and servers send back only the rows that have changed (`servers/rows.py`).

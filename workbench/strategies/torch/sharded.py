@@ -12,12 +12,12 @@ implementation.
     update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
 
 Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. Worker
-r's loss is weighted by n x samples_r / samples, so the mean over workers becomes a mean over
-samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and two moments.
-With n workers, each worker needs 16/n bytes per parameter, plus the memory of one gathered unit
-(usually a layer). In a step, every worker sends 3 (n-1)/n times the parameters' size; under
-`mirrored` it sends 2 (n-1)/n times this size. With `reshard=false`, gathered units stay in memory
-from the forward pass to the backward pass. Then every worker sends only 2 (n-1)/n times the
+r's loss is multiplied by n x samples_r / samples, as under `mirrored`, so the mean over workers is
+the mean over samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient
+and two moments. With n workers, each worker needs 16/n bytes per parameter, plus the memory of one
+gathered unit (usually a layer). In a step, every worker sends 3 (n-1)/n times the parameters' size;
+under `mirrored` it sends 2 (n-1)/n times this size. With `reshard=false`, gathered units stay in
+memory from the forward pass to the backward pass. Then every worker sends only 2 (n-1)/n times the
 parameters' size, but needs more memory.
 
 If you pass a function that builds the model, only rank 0 builds the model with the values of its
@@ -25,8 +25,8 @@ parameters. The other workers build the model without values (device `meta`). Ra
 worker the values of this worker's part, row by row (`Filling` in the source). So the host's memory
 holds the whole model only once, and no worker's device ever holds the whole model.
 
-A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or a
-direct child of the model that has no children itself. All parameters of a unit are gathered
+A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or
+it is a direct child of the model and has no children. All parameters of a unit are gathered
 together. The parameters that are not in any unit are called the rest, and are also gathered
 together. The rest always stays in memory from the forward pass to the backward pass. So for the
 rest, every worker sends only 2 (n-1)/n times the rest's size. A model that is smaller than

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...answers import Check, exercise
-from .on_engines import Floats, floats, have
+from .on_engines import SENT, Floats, floats, have
 
 LIMIT_S = 25.0
 """For an answer that hangs on the engines."""
@@ -25,11 +25,15 @@ def _labs_look():
     gradient = logistic_gradient(w, x, y)
     after = client_update(w, x, y, 2, 4, 0.5)
     same = bool((w == torch.tensor({begun!r}).double()).all())
-    models = fedavg(x, y, 3, 2, 4, 0.5, office)
+    with _LabsSent() as once:
+        Office().add_up(torch.zeros(9).double())
+    with _LabsSent() as sent:
+        models = fedavg(x, y, 3, 2, 4, 0.5, office)
     sizes = [list(one.shape) for one in office.seen]
-    return [gradient, after, same, models, office.sent_bytes, sizes]
+    around = len(sent.sizes) - 3 * len(once.sizes)
+    return [gradient, after, same, models, office.sent_bytes, sizes, around]
 _labs_answer = _labs_look()
-del _labs_look
+del _labs_look, _LabsSent
 """
 
 _BEGUN = [0.3, -0.2, 0.5, -0.4, 0.2, 0.0, 0.35, -0.1, 0.1]
@@ -44,15 +48,13 @@ def fedavg(c: Check) -> None:
     """The gradient, a branch's rounds and the weighted mean; rows stay where they are."""
     n = have(c, "Office", "logistic_gradient", "client_update", "fedavg")
     found = c.ask(
-        _BRANCH.format(begun=_BEGUN),
+        SENT + _BRANCH.format(begun=_BEGUN),
         limit_s=LIMIT_S,
         hint="`office.add_up` takes one vector of numbers in each round",
     )
     rows = [_branch(rank) for rank in range(n)]
     begun = np.array(_BEGUN)
-    for rank, ((gradient, after, same, _, _, _), (x, y)) in enumerate(
-        zip(found, rows, strict=True)
-    ):
+    for rank, ((gradient, after, same, *_), (x, y)) in enumerate(zip(found, rows, strict=True)):
         seen = floats(c, gradient, "logistic_gradient", (9,))
         c.need(
             bool(np.allclose(seen, _gradient(begun, x, y))),
@@ -78,7 +80,7 @@ def fedavg(c: Check) -> None:
         mine = np.array([_update(w, x, y) for x, y in rows])
         w = (counts[:, None] * mine).sum(0) / counts.sum()
         truth.append(w)
-    for _, _, _, models, sent_bytes, _ in found:
+    for _, _, _, models, sent_bytes, *_ in found:
         seen = _models(c, models, "fedavg")
         c.need(
             bool(np.allclose(seen, truth)),
@@ -100,6 +102,11 @@ def fedavg(c: Check) -> None:
         f"In three rounds `fedavg` called `office.add_up` {calls} times, but it must call it once "
         "in each round.",
         "in each round, put everything that a branch sends to the office into one vector",
+    )
+    c.need(
+        not any(one[6] for one in found),
+        "`fedavg` sent messages that did not go through the office.",
+        "do not use `dist` in `fedavg`: put the number of rows into the vector for the office",
     )
     c.expect(True, "`fedavg` returns the weighted means, and sends one vector in each round", "")
     data = c.ask(_ROWS, limit_s=LIMIT_S, hint="run the cell of section 6 again")
@@ -229,6 +236,11 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
         "clip first, then add noise with the mean 0 and the standard deviation z * norm / "
         "sqrt(number of branches)",
     )
+    c.need(
+        abs(float((np.abs(noise) < asked).mean()) - 0.6827) < 0.02,
+        "The noise of `private_update` has the right standard deviation, but it is not Gaussian.",
+        "draw the noise with torch.randn: the formula of epsilon holds only for Gaussian noise",
+    )
     short = np.array([one[3] for one in drawn])
     c.need(
         abs(float(short.std()) / asked - 1) < 0.03,
@@ -351,13 +363,19 @@ def _labs_look():
         zeros = masked(torch.zeros(2000, dtype=torch.int64), {turn} + 2)
         partners()
         office = Office()
-        total = secure_sum(v.clone(), {turn} + 3, office)
-        seen = office.seen[0] if office.seen else None
-        return [plain, first, second, zeros, total, seen, back, kind, [pairs, partners()]]
+        with _LabsSent() as once:
+            Office().add_up(plain.clone())
+        with _LabsSent() as sent:
+            total = secure_sum(v.clone(), {turn} + 3, office)
+        later = partners()
+        right = masked(plain.clone(), {turn} + 3)
+        around = len(sent.sizes) - len(once.sizes)
+        return [plain, first, second, zeros, total, list(office.seen), back, kind, [pairs, later],
+                right, around]
     finally:
         pair_seed = secret
 _labs_answer = _labs_look()
-del _labs_look
+del _labs_look, _LabsSent
 """
 
 _R = 2**32
@@ -371,7 +389,7 @@ def secure(c: Check) -> None:
     n = have(c, "Office", "encode", "decode", "masked", "secure_sum", "pair_seed")
     vectors = np.random.default_rng(128).normal(size=(n, 9)).round(3)
     turn = next(_TURNS)
-    source = _SECURE.format(vectors=vectors.tolist(), turn=turn)
+    source = SENT + _SECURE.format(vectors=vectors.tolist(), turn=turn)
     found = c.ask(source, limit_s=LIMIT_S, hint="keep all numbers in torch.int64 until `decode`")
     plain = np.array([floats(c, one[0], "encode", (9,)) for one in found])
     off = np.abs(plain - np.rint(vectors * 2**16) % _R)
@@ -455,10 +473,23 @@ def secure(c: Check) -> None:
             "`secure_sum` did not return the sum of the branches' vectors.",
             "first encode the vector, then mask it, then call office.add_up, then decode the sum",
         )
-    seen = floats(c, found[0][5], "office.seen", (n, 9))
+    seen = found[0][5]
+    c.need(
+        len(seen) == 1,
+        f"`secure_sum` called `office.add_up` {len(seen)} times, but it must call it once.",
+        "send the masked message, and nothing else",
+    )
+    c.need(
+        not any(one[10] for one in found),
+        "`secure_sum` sent messages that did not go through the office.",
+        "do not use `dist` in `secure_sum`: other branches must not see the vector either",
+    )
+    got = floats(c, seen[0], "office.seen", (n, 9))
+    right = np.array([floats(c, one[9], "masked", (9,)) for one in found])
     c.expect(
-        bool((np.abs(seen - plain) > 1).mean() > 0.9),
+        bool(np.array_equal(got, right)),
         "the office received only masked messages, and the sum is right",
-        "the office received messages without masks",
-        "mask the message before office.add_up",
+        "the messages that the office received are not masked(encode(v), number)",
+        "first encode, then mask. If you mask first, the lower 16 bits of each number in the "
+        "message have no mask, so the office can read them",
     )

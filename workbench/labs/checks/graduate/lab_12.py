@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ....data import digits_arrays
 from ...answers import Check, exercise
 from . import branches
-from .on_engines import Floats, filled, floats, have
+from .on_engines import SENT, Floats, filled, floats, have
 
 LIMIT_S = 25.0
 """For an answer that hangs on the engines."""
@@ -155,16 +155,18 @@ def _labs_look():
             post = Post()
             sender = Sender(pack, unpack, size, feedback)
             first = None if sender.error is None else np.array(sender.error)
-            means, kept = [], True
+            means, kept, calls = [], True, 0
             for step in {gradients!r}:
                 g = torch.tensor(step[rank][:size])
-                mean = sender.mean(g, post)
+                with _LabsSent() as sent:
+                    mean = sender.mean(g, post)
+                calls += len(sent.sizes)
                 kept = kept and bool((g == torch.tensor(step[rank][:size])).all())
                 means.append(None if mean is None else mean.clone())
-            found.append([means, sender.error, kept, post.sent_bytes, first])
+            found.append([means, sender.error, kept, post.sent_bytes, first, calls])
     return found
 _labs_answer = _labs_look()
-del _labs_look
+del _labs_look, _LabsSent
 """
 
 
@@ -174,7 +176,7 @@ def feedback(c: Check) -> None:
     workers = have(c, "Post", "Sender")
     draw = np.random.default_rng(122)
     gradients = draw.normal(size=(7, workers, 6)).round(3) + 3e-4  # no sum lies between two halves
-    source = _FEEDBACK.format(gradients=gradients.tolist())
+    source = SENT + _FEEDBACK.format(gradients=gradients.tolist())
     found = c.ask(source, limit_s=LIMIT_S, hint="use the formulas of section 2 in their order")
     trials = [(kind, used) for kind in ("largest", "halves") for used in (True, False)]
     for place, (kind, used) in enumerate(trials):
@@ -220,7 +222,8 @@ def feedback(c: Check) -> None:
                 "make a new tensor: gradient + self.error, not gradient += ...",
             )
             c.need(
-                worker[place][3] == len(gradients) * (workers - 1) * message_bytes,
+                worker[place][3] == len(gradients) * (workers - 1) * message_bytes
+                and worker[place][5] == len(gradients),
                 "`mean` did not send exactly one message in each call.",
                 "in `mean`, call post.gather(message) exactly once",
             )

@@ -1,4 +1,4 @@
-"""Messages for embedding tables: only the rows that a step uses, and the indices of these rows.
+"""Messages for embedding tables: only rows with a gradient, or rows that have changed.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
 section 3.1 (a worker pushes and pulls only the keys that occur in its data, not all of w).
@@ -6,9 +6,9 @@ section 3.1 (a worker pushes and pulls only the keys that occur in its data, not
     push   | whole tensors ........ | table 3: which rows, their gradients | table 5: ... |
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
-A worker receives a row again if the row has changed since the worker last received it. So all rows
-of a worker's copy always belong to the same version of the table, as if the whole table had been
-sent. And the size of a message does not depend on the size of the table. This method needs an
+With each answer, a worker receives all rows that have changed since it last received them. So all
+rows of a worker's copy always belong to the same version of the table, as if the whole table had
+been sent. But the size of a message does not depend on the size of the table. This method needs an
 optimizer that changes only the rows that have a gradient (`check_row_wise`).
 
 The number of rows differs from step to step, so the size of these messages is not fixed, but it has
