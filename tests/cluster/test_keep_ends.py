@@ -57,13 +57,13 @@ for name in (plain.keeping.id, "no-such"):
     try:
         wb.attach(name)
     except wb.WorkbenchError as error:
-        say(error.what)
+        say(error.code)
 say("done")
 """,
     )
     name = line(kernel)
-    assert "without --keep" in line(kernel)
-    assert "not exist" in line(kernel)
+    assert line(kernel) == "WB-CLUSTER-035"
+    assert line(kernel) == "WB-CLUSTER-034"
     assert line(kernel) == "done"
     assert shell(stage, "stop", name).returncode == 0
     end(kernel)

@@ -23,16 +23,19 @@ wb.fit(Slow(64, 10), wb.data.synthetic(256, shape=(64,), classes=10), batch_size
 """
 
 
-def test_in_a_notebook_the_magics_keep_and_attach(stage):
+@pytest.mark.parametrize("end", ["killed", "restarted"])
+def test_in_a_notebook_the_magics_keep_and_attach(stage, end):
     """The dashboard goes on below the cell that attached, in another notebook."""
     from jupyter_client.manager import start_new_kernel
 
-    def notebook(run):
+    def notebook(run, end="killed"):
         manager, client = start_new_kernel(kernel_name="python3", env=stage.env)
         try:
             return run(lambda code: _texts(client, code))
         finally:
             client.stop_channels()
+            if end == "restarted":
+                manager.restart_kernel()  # the kernel ends by itself, and its exit handlers run
             manager.shutdown_kernel(now=True)
             manager.cleanup_resources()
 
@@ -53,11 +56,11 @@ def test_in_a_notebook_the_magics_keep_and_attach(stage):
         do("%cluster stop")
         return refused, shown, state, ended
 
-    said = notebook(first)
+    said = notebook(first, end)
     assert "%cluster stop" in said
     name = said.partition("kept as ")[2].partition(":")[0]
     refused, shown, state, ended = notebook(second)
-    assert "not exist" in refused
+    assert "WB-CLUSTER-034" in refused
     assert name in refused, "it says which there are"
     assert "engine" in shown
     assert "base" in shown, "the run's dashboard"

@@ -49,7 +49,7 @@ TORCH = (
         (COMPILED + "model.fit(data)", ["WB-FIT-089", "(4,), (3,)", ".batch(64)"]),
         (
             "import keras\noutside.compile('sgd', 'mse')\noutside.fit([[1.0]], [[1.0]])",
-            ["WB-FIT-074", "built under no strategy"],
+            ["WB-FIT-074"],
         ),
         (
             HEAD + "model.compile(early, loss)\nmodel.fit(x, y)",

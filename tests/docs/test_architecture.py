@@ -19,7 +19,7 @@ def allowed() -> dict[str, set[str]]:
     for folders, _, uses in rows:
         names = [name.removesuffix(".py") for name in re.findall(r"`([\w.]+)/?`", folders)]
         below = set(re.findall(r"[\w/]+", uses.replace("`", "").replace(".py", ""))) & set(found)
-        if uses in ("all of the above", "the three above"):
+        if uses == "all of the above":
             below = set(found)
         for name in below.copy():
             below |= found[name]

@@ -209,6 +209,9 @@ class Cluster:
         if not self.keeping.kept:
             self.stop()
             return
+        busy = self._busy
+        if isinstance(busy, Run) and not busy.is_over:
+            busy.abandon(reason)  # otherwise the run would be recorded as failed, but it continues
         self._queue.close()
         registry.remove_cluster(self)
         self.keeping.end()

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ..cluster import folders
 from ..devices import limits
 from ..errors import PlanError
-from ..execution.task import Task
 from ..shared.cluster_env import Page
 
 if TYPE_CHECKING:
@@ -184,9 +183,6 @@ class Keeping:
         threading.Thread(target=self._lose, args=(reason,), name="workbench-taken").start()
 
     def _lose(self, reason: str) -> None:
-        busy = self._cluster.busy
-        if busy is not None and not isinstance(busy, Task) and not busy.is_over:
-            busy.abandon(f"This notebook no longer has the cluster: {reason}.")
         self._cluster.release(f"This notebook no longer has the cluster: {reason}.")
         self.on_end(reason)
 
