@@ -57,13 +57,13 @@ for name in (plain.keeping.id, "no-such"):
     try:
         wb.attach(name)
     except wb.WorkbenchError as error:
-        say(error.code)
+        say(f"{error.code} {'--keep' in error.what}")
 say("done")
 """,
     )
     name = line(kernel)
-    assert line(kernel) == "WB-CLUSTER-035"
-    assert line(kernel) == "WB-CLUSTER-034"
+    assert line(kernel) == "WB-CLUSTER-034 True"
+    assert line(kernel) == "WB-CLUSTER-034 False"
     assert line(kernel) == "done"
     assert shell(stage, "stop", name).returncode == 0
     end(kernel)

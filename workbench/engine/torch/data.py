@@ -45,6 +45,7 @@ from ..contract import Share
 from ..training.shares import (
     Order,
     Source,
+    Stream,
     Workers,
     dirichlet_shards,
     make_order,
@@ -54,6 +55,7 @@ from ..training.shares import (
 )
 from . import accelerator
 from .same_batch import SameBatch
+from .sampled import sampled
 
 PART_OF_DEVICE = 0.1
 """The part of a device's free memory that a data set may use to stay on the device."""
@@ -174,7 +176,7 @@ class IndexedSource(Source):
             np.random.set_state(state[1])
 
 
-class StreamSource(Source):
+class StreamSource(Stream):
     """An IterableDataset, read through a loader of global batches."""
 
     def __init__(self, loader: DataLoader[Any], batch_size: int) -> None:
@@ -190,24 +192,23 @@ class StreamSource(Source):
             self.steps_per_epoch = None
         self.samples = None
 
-    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
+    def batches(self) -> Iterator[Any]:
         self._warn_of_processes()
-        empty = True
-        for step, data in enumerate(self.loader):
-            empty = False
-            if step < first:
-                continue
-            self._compare(data, epoch, step)
-            total = batch_length(data)
-            start, stop = share_bounds(total, rank, workers)
-            kept = (start, stop) if stop > start else (0, 1)
-            yield Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
-        if empty:
-            raise FitError(
-                "The data set returned no sample.",
-                seen=type(self.loader.dataset).__name__,
-                code="WB-FIT-048",
-            )
+        yield from self.loader
+
+    def share(self, data: Any, epoch: int, step: int, rank: int, workers: Workers) -> Share:
+        self._compare(data, epoch, step)
+        total = batch_length(data)
+        start, stop = share_bounds(total, rank, workers)
+        kept = (start, stop) if stop > start else (0, 1)
+        return Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
+
+    def empty(self) -> FitError:
+        return FitError(
+            "The data set returned no sample.",
+            seen=type(self.loader.dataset).__name__,
+            code="WB-FIT-048",
+        )
 
     def _warn_of_processes(self) -> None:
         """Warn if each process of the loader reads the whole stream (PyTorch's documentation of
@@ -354,20 +355,23 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
             code="WB-FIT-052",
         )
     dataset: Any = loader.dataset
-    sampler: Any = loader.sampler
+    # A loader that was given a batch sampler has another `sampler`, which it does not use.
+    given = loader if loader.batch_sampler is None else loader.batch_sampler
+    sampler: Any = given.sampler
+    drop_last = bool(given.drop_last)
     _not_empty(len(dataset), dataset)
     plain = type(sampler) is SequentialSampler
     usual = type(sampler) is RandomSampler and not sampler.replacement
     if type(sampler) is DistributedSampler:  # gives a share; shares are made here
         order = make_order(
-            len(dataset), size, seed=seed, shuffle=sampler.shuffle, drop_last=loader.drop_last
+            len(dataset), size, seed=seed, shuffle=sampler.shuffle, drop_last=drop_last
         )
     elif plain or (usual and sampler.num_samples == len(dataset)):
         order = make_order(
-            len(dataset), size, seed=seed, shuffle=not plain, drop_last=loader.drop_last
+            len(dataset), size, seed=seed, shuffle=not plain, drop_last=drop_last
         )
     else:
-        order = Order(len(sampler), size, _sampled(sampler, seed), loader.drop_last)
+        order = Order(len(sampler), size, sampled(sampler, seed), drop_last)
     if not order.steps_per_epoch:
         raise FitError(
             "The loader drops its only batch, which is smaller than the batch size.",
@@ -384,27 +388,6 @@ def _indexed(dataset: Any, order: Order, loader: DataLoader[Any] | None) -> Sour
         if untouched and len({t.device for t in dataset.tensors}) == 1:
             return TensorSource(dataset.tensors, order, collated=True)
     return IndexedSource(dataset, order, loader)
-
-
-def _sampled(sampler: Any, seed: int) -> Callable[[int], Any]:
-    """Draw a custom sampler's order with equal random states, so that all workers have it."""
-
-    def indices(epoch: int) -> Any:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        state = random.getstate(), np.random.get_state()
-        mixed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-        try:
-            random.seed(mixed)
-            np.random.seed(mixed)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mixed)
-                return np.fromiter((int(i) for i in sampler), np.int64)
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
-
-    return indices
 
 
 def _can_pin() -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -67,12 +67,21 @@ class Standing:
         served: Batches that the latest pass has returned.
         resumes_at: The epoch and the batch at which the loop resumes; None if nothing is skipped.
         dealt: How often the shares were divided again because workers changed.
+        taken: For each earlier pass over a stream: how often it was asked for a batch. In a loop
+            that resumes, passes of the run before it count too.
     """
 
     begun: int = 0
     served: int = 0
     resumes_at: tuple[int, int] | None = None
     dealt: int = 0
+    taken: list[int] = field(default_factory=list)
+
+    def passes(self, source: Source) -> list[int]:
+        """Return `taken` with the present pass."""
+        if source.seekable or len(self.taken) >= self.begun:
+            return self.taken
+        return [*self.taken, source.taken]
 
 
 class SharedLoader(DataLoader[Any]):
@@ -113,6 +122,7 @@ class SharedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         loop, at = self._loop, self._at
+        at.taken = at.passes(self._source)
         epoch, at.begun, at.served = at.begun, at.begun + 1, 0
         loop.pass_begins()
         if not self._reaches(epoch):
@@ -131,6 +141,8 @@ class SharedLoader(DataLoader[Any]):
                 break
             at.served += 1
             yield self._moved(share.data)
+        if not self._source.seekable:
+            next(shares, None)  # so the stream's lines after its last sample run
         loop.epoch_ends()
         loop.epoch_end()
         context = loop.context
@@ -140,21 +152,26 @@ class SharedLoader(DataLoader[Any]):
 
     def _shares(self, named: int) -> Iterator[Any]:
         spec = self._loop.context.spec
-        return self._source.epoch(named, spec.rank, spec.world_size, self._at.served)
+        return self._source.rest(named, spec.rank, spec.world_size, self._at.served)
 
     def _reaches(self, epoch: int) -> bool:
         """Whether the loop trains in an epoch; not if the loop resumes after this epoch.
 
         The state is set again here. The saved state already contains the loop's actions between the
-        skipped epochs (a step of a scheduler, an evaluation).
+        skipped epochs (a step of a scheduler, an evaluation). Skipped batches of a stream are read
+        before this, because reading can change random states.
         """
         at = self._at
         if at.resumes_at is None:
+            self._source.pass_over()
             return True
         first, batch = at.resumes_at
         if epoch < first:
+            # A checkpoint of an older version does not say how much of a stream was read.
+            self._source.pass_over(at.taken[epoch] if epoch < len(at.taken) else None)
             return False
-        at.resumes_at, at.served = None, batch
+        self._source.pass_over(batch)
+        at.resumes_at, at.served, at.taken = None, batch, at.taken[:epoch]
         self._loop.restore()
         return True
 
@@ -167,12 +184,18 @@ class SharedLoader(DataLoader[Any]):
         at = self._at
         served = max(0, at.served - unfinished)
         if served and served == self._source.steps_per_epoch:
-            return {"epoch": at.begun, "batch": 0}
-        return {"epoch": max(0, at.begun - 1), "batch": served}
+            epoch, served = at.begun, 0
+        else:
+            epoch = max(0, at.begun - 1)
+        return {"epoch": epoch, "batch": served, "taken": at.passes(self._source)[:epoch]}
 
-    def go_on(self, epoch: int, batch: int) -> None:
-        """Begin with this batch of this epoch; earlier epochs are empty."""
-        self._at.resumes_at = (epoch, batch)
+    def go_on(self, epoch: int, batch: int, taken: Sequence[int] = ()) -> None:
+        """Begin with this batch of this epoch; earlier epochs are empty.
+
+        Args:
+            taken: For each earlier pass over a stream: how often it was asked for a batch.
+        """
+        self._at.resumes_at, self._at.taken = (epoch, batch), list(taken)
 
     def _moved(self, data: Any) -> Any:
         device = self._loop.device
