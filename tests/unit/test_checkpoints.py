@@ -88,6 +88,15 @@ def test_none_and_another_version_are_errors(tmp_path):
         checkpoints.at(tmp_path)
 
 
+def test_the_folder_of_several_runs_names_theirs(tmp_path):
+    stored(tmp_path / "kept" / "mirrored-seed1", 5)
+    stored(tmp_path / "kept" / "mirrored-seed0", 5)
+    with pytest.raises(RunError, match="WB-RUN-001") as found:
+        checkpoints.at(tmp_path / "kept")
+    assert "mirrored-seed0, mirrored-seed1" in found.value.seen
+    assert str(tmp_path / "kept" / "mirrored-seed0") in found.value.next_step
+
+
 def test_each_of_several_runs_has_a_folder_of_its_own(tmp_path):
     one = plan(checkpoint=str(tmp_path))
     assert apart([one]) == [one]

@@ -83,6 +83,13 @@ def test_who_is_a_worker_is_told_by_the_part_it_takes_and_not_by_its_name():
     assert "All workers" in diagnose({0: waits_in()}, waited, members, (1, 2), 5.0)
 
 
+def test_ranks_that_do_not_run_the_cell_are_named_at_once():
+    said = diagnose({0: waits_in()}, {0: 6.0}, MEMBERS, (), 5.0, absent=[1, 2])
+    assert "ranks 1-2" in said
+    assert "%%rank" in said
+    assert not diagnose({0: waits_in()}, {0: 4.0}, MEMBERS, (), 5.0, absent=[1, 2])
+
+
 def test_short_waits_are_none_and_long_ones_alike_are_said():
     assert said({0: waits_in(), 1: busy()}, waited_s=4.9) == ""
     assert "not match" in said({0: waits_in(), 1: waits_in()}, waited_s=15.0)

@@ -194,12 +194,12 @@ class Cluster:
             self.pool.devices.free()
         return None
 
-    def _wind_up(self) -> None:
+    def _wind_up(self, end: Callable[[Run], object] = Run.stop) -> None:
         """End the current work; the cluster no longer belongs to this process."""
         self._queue.close()
         busy = self._busy
         if isinstance(busy, Run) and not busy.is_over:
-            busy.stop()
+            end(busy)
         registry.remove_cluster(self)
         self.keeping.end()
         self.vitals.close()
@@ -209,13 +209,8 @@ class Cluster:
         if not self.keeping.kept:
             self.stop()
             return
-        busy = self._busy
-        if isinstance(busy, Run) and not busy.is_over:
-            busy.abandon(reason)  # otherwise the run would be recorded as failed, but it continues
-        self._queue.close()
-        registry.remove_cluster(self)
-        self.keeping.end()
-        self.vitals.close()
+        # An open run would be recorded as failed, although its engines continue.
+        self._wind_up(lambda run: run.abandon(reason))
         self.engine_set.release(reason)
         self.pool.devices.reservations.leave()
 
@@ -378,7 +373,11 @@ class Cluster:
             said.append(short_handed(pool.lost_workers, len(pool.worker_ids)))
         for text in filter(None, said):
             task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
-        task.when_long = partial(hangs.watch, task, self.engine_set.router.questions.ask)
+        ask, absent = (
+            self.engine_set.router.questions.ask,
+            [rank for rank, engine in enumerate(members) if engine not in targets],
+        )
+        task.when_long = partial(hangs.watch, task, ask, absent=absent)
         if not viewed:
             task.when_long()
         return task

@@ -135,10 +135,16 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
         return checked(last)
     if match is not None and whole.is_dir():
         raise refusal(Checkpoint(str(whole), int(match[1])), [f"{MANIFEST} is missing"])
+    below = sorted(one.name for one in whole.glob("*/") if one.is_dir() and latest(one) is not None)
     raise RunError(
         "The folder contains no checkpoint.",
-        seen=str(path),
+        seen=f"{path}; these subfolders contain checkpoints: {', '.join(below[:20])}"
+        if below
+        else str(path),
         allowed="a folder that was given to --checkpoint, or a folder step-N in it",
+        next_step=f"continue one of the runs: wb.resume({os.path.join(path, below[0])!r})"
+        if below
+        else None,
         code="WB-RUN-001",
     )
 

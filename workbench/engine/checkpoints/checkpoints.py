@@ -170,7 +170,7 @@ class Checkpoints:
         workers = (
             ""
             if then == spec.world_size
-            else f" (saved by {then} workers, now {spec.world_size} workers)"
+            else f" (workers: {then} when it was saved, now {spec.world_size})"
         )
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         self.context.emit(events.Noted(rank=0, text=text))

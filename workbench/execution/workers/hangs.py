@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...shared.members import Member, called
+from ...shared.members import Member, called, ranges
 from ...shared.messages import AskWhere, Whereabouts, WhereAnswer
 
 if TYPE_CHECKING:
@@ -38,24 +38,34 @@ def patience_s() -> float:
         return HANG_S
 
 
-def watch(task: Task, ask: Ask, held: Callable[[], bool] = lambda: False) -> None:
+def watch(
+    task: Task,
+    ask: Ask,
+    held: Callable[[], bool] = lambda: False,
+    absent: Sequence[int] = (),
+) -> None:
     """Keep `task.banner` true until the task is over.
 
     Args:
         ask: Asks engines (`cluster.router.Questions.ask`).
         held: Whether the user has paused the run.
+        absent: Ranks of the process group that do not run the cell.
     """
     limit_s = patience_s()
     if limit_s:
         thread = threading.Thread(
-            target=_Watch(task, ask, held, limit_s).main, name="workbench-hangs", daemon=True
-        )
+            target=_Watch(task, ask, held, absent, limit_s).main, name="workbench-hangs",
+            daemon=True,
+        )  # fmt: skip
         thread.start()
 
 
 class _Watch:
-    def __init__(self, task: Task, ask: Ask, held: Callable[[], bool], limit_s: float) -> None:
+    def __init__(
+        self, task: Task, ask: Ask, held: Callable[[], bool], absent: Sequence[int], limit_s: float
+    ) -> None:
         self._task, self._ask, self._held, self._limit_s = task, ask, held, limit_s
+        self._absent = absent
         self._busy_at: dict[int, float] = {}  # when each engine was last seen at work
 
     def main(self) -> None:
@@ -86,7 +96,7 @@ class _Watch:
         waited_s = {i: now - max(moved_at, self._busy_at.get(i, 0.0)) for i in places}
         members = {i: task.member(i) for i in task.ids}
         ended = [i for i in task.ids if i not in asked]
-        return diagnose(places, waited_s, members, ended, self._limit_s)
+        return diagnose(places, waited_s, members, ended, self._limit_s, self._absent)
 
 
 def diagnose(
@@ -95,6 +105,7 @@ def diagnose(
     members: Mapping[int, Member],
     ended: Iterable[int],
     limit_s: float,
+    absent: Sequence[int] = (),
 ) -> str:
     """Return the hang in one sentence; empty if there is none.
 
@@ -105,6 +116,7 @@ def diagnose(
             other engine that they could wait for.
         ended: Engines that have finished the cell.
         limit_s: Shorter waits do not count.
+        absent: Ranks of the process group that do not run the cell.
     """
     workers = {i: p for i, p in places.items() if members[i].role == "worker" or p is None}
     states = {p.state for p in workers.values() if p is not None}
@@ -120,6 +132,12 @@ def diagnose(
         return f"{waits}; {elsewhere}"
     if len({_waits_in(workers[i]) for i in waiting}) > 1:
         return f"{waits}: these workers wait for each other"
+    if absent:
+        them = f"rank{'s' if len(absent) > 1 else ''} {ranges(absent)}"
+        return (
+            f"{waits}, but {them} {'do' if len(absent) > 1 else 'does'} not run this cell. Use "
+            "%%distributed instead of %%rank if all workers must call it"
+        )
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
         return (
             f"{waits}. All workers wait in the same call: perhaps the message is large, or the "
