@@ -57,7 +57,7 @@ def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tm
     nb.run_all()
     wait_steps(nb.page, 10)
     wait_steps(nb.page, 30)  # the numbers move while the cell blocks
-    nb.page.get_by_text("rank 1 makes the other wait").wait_for(timeout=20_000)
+    nb.page.get_by_text("rank 1 makes the other worker wait").wait_for(timeout=20_000)
     nb.screenshot(tmp_path / "running.png")
     nb.page.locator(".wb-dash button", has_text="Stop").click()
     nb.wait_text("alive 0", 30)

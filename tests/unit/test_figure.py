@@ -33,7 +33,7 @@ def test_the_bundle_holds_a_picture_and_text_of_the_same_content():
 def test_the_picture_names_run_workers_phases_and_who_is_slow():
     said = all_texts(figure.run_figure(fake_snapshot(4, 120, extra=True, logged=True)))
     for words in (
-        "base · mirrored", "rank 3 · cpu", "sync wait", "makes the others wait 48 ms",
+        "base · mirrored", "rank 3 · cpu", "sync wait", "makes the other workers wait 48 ms",
         "staleness", "grad norm", "Throughput, samples/s", "step", "ms",
     ):  # fmt: skip
         assert words in said
@@ -108,7 +108,7 @@ def test_a_picture_shows_and_saves_itself(tmp_path):
 def test_the_picture_of_a_pipeline_shows_bubbles_and_stages():
     said = all_texts(figure.run_figure(fake_pipeline(4, 120, logged=True)))
     for words in (
-        "Pipeline bubble, as a fraction of the step time minus data wait",
+        "Pipeline bubble, as a fraction of the step time without data wait",
         "41 % · +14 %", "22 % · ±0 %",
         "ideal bubble", "excess bubble",
         "ideal bubble 27 %", "layers.6 to layers.7", "787,968", "64.0 KiB", "grad norm",

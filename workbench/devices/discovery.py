@@ -263,7 +263,8 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
                 said = "twice" if fresh else ", which does not exist"
                 notes.append(
                     f"CUDA_VISIBLE_DEVICES contains {word}{' ' if fresh else ''}{said}. CUDA sees "
-                    f"only the GPUs that are listed before {word} ({len(chosen)} of {len(found)})."
+                    f"only the GPUs that are listed before {'the second ' * bool(fresh)}{word} "
+                    f"({len(chosen)} of {len(found)})."
                 )
             break
         chosen += fresh

@@ -322,8 +322,8 @@ class CellEnd:
     def ended(self) -> dict[int, str]:
         """The message about engines that were killed because they did not react to an interrupt."""
         return {
-            i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}: "
-            f"%cluster restart {i}"
+            i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}. "
+            f"To restart it: %cluster restart {i}"
             for i, outcome in self.outcomes.items()
             if outcome.ended
         }
@@ -433,7 +433,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             "The cell's own loop did not load the initial weights, so it started from new weights.",
             seen=f"--init-from {run.plan.init_from}",
             allowed="wb.fit, wb.prepare, wb.watch or model.fit",
-            next_step="train with wb.fit, wb.prepare, wb.watch or model.fit, or remove --init-from",
+            next_step="train with one of these calls, or remove --init-from",
             code="WB-RUN-094",
         )
     return None

@@ -315,7 +315,7 @@ def _portable_target(target: str) -> str:
             "The log target contains a user name, a secret, or a path of this machine, so it "
             "cannot be written to the job folder.",
             seen=f"--log {kind}:{shown}",
-            allowed="an address without user name, password and query",
+            allowed="an address without user name, password and `?...`; not a local path",
             next_step="set user name and password where the job runs: MLFLOW_TRACKING_USERNAME, "
             "MLFLOW_TRACKING_PASSWORD",
             code="WB-PLAN-213",
@@ -518,11 +518,11 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         lines += _recorded(plan)
     else:
         lines += ["The script does not use Workbench, so nothing is recorded."]
-        lines += (
-            ["The weights that `wb.fit` or `wb.prepare` trained are in `weights.pt`."]
-            if torch
-            else []
-        )
+        if torch:
+            lines += [
+                "At the end it writes `weights.pt`: the weights of the model that the cell gave to "
+                "`wb.fit` or `wb.prepare`."
+            ]
         lines += [""]
     if notes:
         lines += ["## Notes", "", *(f"- {note}" for note in notes), ""]

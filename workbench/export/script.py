@@ -242,7 +242,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     lost = set(plan.overrides) - {"seed"}
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
-        raise _refused(flags, "write the value in the cell")
+        raise _refused(flags, "write the value of this flag in the cell")
     for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
             flag = {"faults": "--inject", "values": "--set"}.get(

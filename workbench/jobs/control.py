@@ -169,7 +169,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             "You cannot control this run, because your user cannot read the run's key "
             f"({error.strerror}).",
             seen=str(path),
-            next_step="send the order as the user who started the job, after the job has begun",
+            next_step="repeat the command as the user who started the job, after the job has begun",
             code="WB-RUN-108",
         ) from error
     try:
@@ -220,7 +220,7 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
         raise RunError(
             f"The order cannot be written into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
-            next_step="send the order as the user who started the job; if the disk has no space, "
+            next_step="repeat the command as the user who started the job; if the disk is full, "
             "delete some files",
             code="WB-RUN-111",
         ) from error

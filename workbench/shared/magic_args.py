@@ -200,7 +200,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         default=[],
         dest="launcher_options",
         metavar="KEY=VALUE",
-        help="an option of sbatch, ssh or mpiexec; python=... names the Python of the hosts",
+        help="an option of sbatch, ssh or mpiexec; or python=..., the Python interpreter on the "
+        "hosts",
     )
     add(
         "--hosts",

@@ -135,7 +135,7 @@ def slow(snapshot: Snapshot) -> str:
     if snapshot.slow_rank is None:
         return ""
     wait = milliseconds(snapshot.slow_ms)
-    others = "the other" if len(snapshot.workers) == 2 else "the others"
+    others = "the other worker" if len(snapshot.workers) == 2 else "the other workers"
     hosts = {worker.rank: worker.host for worker in snapshot.workers}
     where = f" on {hosts[snapshot.slow_rank]}" if hosts.get(snapshot.slow_rank) else ""
     return f"rank {snapshot.slow_rank}{where} makes {others} wait {wait} a step{_window(snapshot)}"
@@ -454,7 +454,7 @@ NUMERIC = frozenset({"parameters", "per microbatch", "sends"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, as a fraction of the step time minus data wait"
+TITLE = "Pipeline bubble, as a fraction of the step time without data wait"
 NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 

@@ -490,7 +490,7 @@ def _steps(group: Sequence[RunSummary]) -> str:
     if first.first_step:
         return f"{asked} ({counted} of them in this run)"
     if not first.joined and counted > asked:
-        return f"{asked} ({counted} by its busiest worker)"
+        return f"{asked} for each worker ({counted} by the busiest worker)"
     return f"{asked} ({counted} completed)"
 
 

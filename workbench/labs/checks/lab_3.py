@@ -148,7 +148,8 @@ def blind(c: Check) -> None:
         right or not as_it_was,
         f"`potential` is {_list(found)}. These are the actual speeds: you did not subtract the "
         "waits.",
-        "divide by the time in which the worker did not wait: subtract its waits from its steps",
+        "divide by the time in which the worker did not wait: the time of its steps minus its "
+        "waits",
     )
     c.expect(
         right,

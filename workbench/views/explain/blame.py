@@ -145,7 +145,7 @@ MODELS = {
     "pipeline": "a step would take as long as the slowest of the other stages. The "
     "pipeline would also fill faster. The estimate does not include this effect, so the real gain "
     "is larger",
-    "asynchronous": "a step of this worker would take as long as the median of the other workers'",
+    "asynchronous": "a step of this worker would take the other workers' median step time",
 }
 
 
@@ -171,7 +171,7 @@ class WhatIfPicture(Picture, WhatIf):
         """Return the result and the model behind it."""
         found = [*self.sentences(), f"Estimate ({self.model}): {MODELS[self.model]}."]
         if self.stride > 1:
-            found.append(f"Only one of every {self.stride} steps is stored and recomputed.")
+            found.append(f"Of {self.stride} steps, only one is stored and recomputed.")
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
             found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
         return "\n".join(found)

@@ -410,7 +410,7 @@ class ChoicePicture(Picture, Choice):
             body.append(svg_text(right + 8, y + 4, _best(row), "m" * (row.known == "bounded"),
                                  size=10))  # fmt: skip
         y += 26
-        legend = "Samples per second. Dots: measured. Rings: predicted, with the interval. Bars: "
+        legend = "Samples per second. Dots: measured. Rings: predicted, with their interval. Bars: "
         more, y = paragraph(MARGIN, y, f"{legend}upper bound.", wide - 2 * MARGIN, size=9.5)
         body += more
         if out:

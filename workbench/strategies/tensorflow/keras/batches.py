@@ -119,8 +119,8 @@ class Batches:
             )
             if rest < self._replicas:
                 text += (
-                    " A replica without a sample can turn weights into NaN if the model has "
-                    "BatchNorm. Drop the last batch, or choose another batch size."
+                    " A replica without a sample can turn the model's weights into NaN if the "
+                    "model has BatchNorm. Drop the last batch, or choose another batch size."
                 )
             self._context.emit(events.Noted(rank=0, text=text))
 
