@@ -112,3 +112,52 @@ def sampled(kind, steps):
         torch.nn.Linear(8, 3).double(), data, loss=torch.nn.CrossEntropyLoss(), batch_size=12,
         optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), steps=steps,
     )  # fmt: skip
+
+
+def in_order(kind, steps=None, epochs=5, limit=None, leaves=None):
+    """Train on data whose order depends on earlier epochs, by `fit` (`steps`) or in an own loop.
+
+    The loop leaves every second epoch after `leaves` batches.
+    """
+    import torch
+
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
+
+    torch.manual_seed(3)
+    x, y = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 3, (60,))
+    own = torch.Generator().manual_seed(4)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for place in torch.randperm(60, generator=own).tolist():
+                yield x[place] + 0.1 * torch.randn(8, generator=own, dtype=x.dtype), y[place]
+
+    class Sized(Stream):
+        def __len__(self):
+            return 60
+
+    Loader = torch.utils.data.DataLoader
+    if kind == "sampler":
+        sampler = torch.utils.data.SubsetRandomSampler(range(60), generator=own)
+        loader = Loader(torch.utils.data.TensorDataset(x, y), batch_size=12, sampler=sampler)
+    else:
+        loader = Loader({"stream": Stream, "sized stream": Sized}[kind](), batch_size=12)
+    model, loss_fn = torch.nn.Linear(8, 3).double(), torch.nn.CrossEntropyLoss()
+    if steps:
+        fit(model, loader, loss=loss_fn, optimizer=lambda p: torch.optim.SGD(p, 0.1), steps=steps)
+        return steps
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    seen = 0
+    for epoch in range(epochs):
+        for at, (xs, ys) in enumerate(loader, 1):
+            optimizer.zero_grad()
+            loss_fn(model(xs), ys).backward()
+            optimizer.step()
+            seen += 1
+            if seen == limit:
+                return seen
+            if epoch % 2 and at == leaves:
+                break
+    return seen

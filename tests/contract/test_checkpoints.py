@@ -209,6 +209,35 @@ def test_every_kind_of_data_goes_on_with_the_next_batch(
     assert apart(weights(again), weights(whole)) == 0.0
 
 
+ORDERS = ["sampler", "stream", "sized stream"]
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("step", [10, 12])
+def test_an_order_that_depends_on_earlier_epochs_goes_on(
+    workers: Workers, tmp_path: Path, kind: str, step: int
+) -> None:
+    whole = clean(workers.run("mirrored", cells.in_order, kind, 20, workers=2))
+    interrupted(workers, "mirrored", tmp_path, cells.in_order, kind, 13, every=step // 2)
+    again = resumed(workers, "mirrored", tmp_path, cells.in_order, kind, 20, step=step)
+    assert apart(weights(again), weights(whole)) == 0.0
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize(("step", "leaves"), [(10, None), (12, None), (12, 2)])
+def test_an_own_loop_goes_on_in_an_order_that_depends_on_earlier_epochs(
+    workers: Workers, tmp_path: Path, kind: str, step: int, leaves: int | None
+) -> None:
+    told = {"leaves": leaves}
+    whole = clean(workers.run("mirrored", cells.in_order, kind, workers=2, keywords=told))
+    interrupted(
+        workers, "mirrored", tmp_path, cells.in_order, kind, limit=13, every=step // 2, **told
+    )
+    again = resumed(workers, "mirrored", tmp_path, cells.in_order, kind, step=step, **told)
+    assert apart(weights(again), weights(whole)) == 0.0
+    assert again[0].rows["step"].tolist() == list(range(step, whole[0].value))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("mirrored", {"allreduce": "ring"}), ("sharded", {}), ("central_storage", {})],

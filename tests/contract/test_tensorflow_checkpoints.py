@@ -65,6 +65,40 @@ def test_the_same_replicas_go_on_bit_for_bit(
     np.testing.assert_array_equal(again.rows["local_loss"], truth.rows["local_loss"][12:])
 
 
+SHUFFLED = {
+    "tf.data": """
+data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SIZE, seed=3).batch(BATCH)
+""",
+    "PyDataset": """
+class Rows(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(3)
+        self.on_epoch_end()
+    def __len__(self):
+        return SIZE // BATCH
+    def __getitem__(self, index):
+        places = self.order[index * BATCH : (index + 1) * BATCH]
+        return np.asarray(x)[places], np.asarray(y)[places]
+    def on_epoch_end(self):
+        self.order = self.generator.permutation(SIZE)
+data = Rows()
+""",
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+@pytest.mark.parametrize("step", [10, 12])
+def test_a_stream_that_shuffles_goes_on_in_its_order(tmp_path: Path, kind: str, step: int) -> None:
+    cell = tf_cells.WB_FIT.replace("model, (x, y), ", "model, data, ")
+    cell = cell.replace("result = wb.fit(", "import numpy as np\n" + SHUFFLED[kind] + "wb.fit(")
+    cell = cell.replace("evals = result.evals", "")
+    truth = whole("mirrored", cell)
+    train("mirrored", cell, 13, checkpoint=str(tmp_path), checkpoint_every=step // 2)
+    again = train("mirrored", cell, 20, resume=str(tmp_path / f"step-{step}"))
+    assert apart(again, truth) == 0.0
+
+
 def test_another_number_of_replicas_goes_on_to_the_same_result(tmp_path: Path) -> None:
     truth = whole("one_device", tf_cells.WB_FIT)
     train("mirrored", tf_cells.WB_FIT, 13, checkpoint=str(tmp_path), checkpoint_every=6)

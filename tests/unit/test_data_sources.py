@@ -43,6 +43,24 @@ class Stream(IterableDataset[Any]):
         return iter(torch.arange(10))
 
 
+class Shuffled(IterableDataset[Any]):
+    """A stream whose order depends on how often it was read, and on how far."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        for _ in range(10):
+            yield torch.rand(1, generator=self.generator).item()
+        self.passes += 1
+
+
+class Sized(Shuffled):
+    def __len__(self) -> int:
+        return 10
+
+
 def samples(source: Any, rank: int, workers: int, epoch: int = 0) -> list[int]:
     found: list[int] = []
     for share in source.epoch(epoch, rank, workers):
@@ -187,6 +205,20 @@ def test_an_empty_stream_says_so() -> None:
     source = make_source(Nothing(), 4, seed=0, shuffle=True)
     with pytest.raises(FitError, match="WB-FIT-048"):
         next(source.shares(0, 1))
+
+
+def read(shares: Any, count: int) -> list[list[float]]:
+    return [share.data.tolist() for share in islice(shares, count)]
+
+
+@pytest.mark.parametrize("stream", [Shuffled, Sized])
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 6, 8])
+def test_a_stream_that_is_read_from_a_later_step_has_the_same_order(
+    stream: type[Shuffled], first: int
+) -> None:
+    whole = read(make_source(stream(), 4, seed=0, shuffle=False).shares(0, 1), 10)
+    later = make_source(stream(), 4, seed=0, shuffle=False).shares(0, 1, first)
+    assert read(later, 10 - first) == whole[first:]
 
 
 def test_nested_batches_are_cut_and_mapped_whole() -> None:

@@ -373,10 +373,8 @@ class Cluster:
             said.append(short_handed(pool.lost_workers, len(pool.worker_ids)))
         for text in filter(None, said):
             task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
-        ask, absent = (
-            self.engine_set.router.questions.ask,
-            [rank for rank, engine in enumerate(members) if engine not in targets],
-        )
+        absent = [rank for rank, engine in enumerate(members) if engine not in targets]
+        ask = self.engine_set.router.questions.ask
         task.when_long = partial(hangs.watch, task, ask, absent=absent)
         if not viewed:
             task.when_long()

@@ -74,6 +74,41 @@ def test_the_next_cell_has_the_engine_that_was_still_starting_when_the_run_ended
     assert task.failure() is None
 
 
+SAMPLER = """
+data = torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(x, y), batch_size=24,
+    sampler=torch.utils.data.SubsetRandomSampler(range(96), generator=generator))
+"""
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 96
+    def __iter__(self):
+        for i in torch.randperm(96, generator=generator).tolist():
+            yield x[i], y[i]
+data = torch.utils.data.DataLoader(Stream(), batch_size=24)
+"""
+
+
+def reading(source, data):
+    return source.replace("wb.fit(model, (x, y),", data + "wb.fit(model, data,")
+
+
+def test_a_samplers_own_generator_keeps_its_order(cluster, paced, heal):
+    whole = cluster.run(reading(cell(STEPS), SAMPLER), strategy="mirrored").wait(WAIT_S).weights()
+    run = heal(reading(paced(), SAMPLER), 1, inject=["kill=1@30"])
+    assert difference(run.weights(), whole) <= EXACT
+    counts_once(run)
+
+
+def test_a_stream_that_shuffles_keeps_its_order_after_a_restart(cluster):
+    source = reading(cell(40), STREAM)
+    whole = cluster.run(source, strategy="mirrored").wait(WAIT_S).weights()
+    run = cluster.run(source, strategy="mirrored", on_failure="heal", inject=["kill=1@30"])
+    assert difference(run.wait(3 * WAIT_S).weights(), whole) <= EXACT
+    assert run.recoveries[-1].again
+
+
 CAUGHT = """
 import torch
 class Caught(torch.optim.SGD):

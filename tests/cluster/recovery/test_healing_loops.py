@@ -111,6 +111,44 @@ def test_a_loop_goes_on_and_a_fresh_engine_comes_to_its_place(source, undisturbe
     assert [done.lost_steps for done in run.recoveries] == [0]
 
 
+SAMPLER = """
+sampler = torch.utils.data.SubsetRandomSampler(range(110), generator=generator)
+loader = DataLoader(TensorDataset(x, y), batch_size=24, sampler=sampler)
+"""
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for i in torch.randperm(110, generator=generator).tolist():
+            yield x[i], y[i]
+loader = DataLoader(Stream(), batch_size=24)
+"""
+
+
+def reading(data):
+    line = "loader = DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True)\n"
+    assert line in LOOP
+    return lambda text: text.replace(line, data)
+
+
+def test_a_samplers_own_generator_keeps_its_order(cluster, tmp_path, source, heal):
+    text = source(change=reading(SAMPLER))
+    (tmp_path / "hurry").touch()
+    whole = cluster.run(text, strategy="mirrored").wait(WAIT_S).weights()
+    (tmp_path / "hurry").unlink()
+    run = heal(text, 1, inject=["kill=1@23"])
+    assert difference(run.weights(), whole) <= EXACT
+    counts_once(run)
+
+
+def test_a_stream_that_shuffles_keeps_its_order_after_a_restart(cluster, tmp_path, source):
+    text = source(change=reading(STREAM))
+    (tmp_path / "hurry").touch()
+    whole = cluster.run(text, strategy="mirrored").wait(WAIT_S).weights()
+    run = cluster.run(text, strategy="mirrored", on_failure="heal", inject=["kill=1@23"])
+    assert difference(run.wait(3 * WAIT_S).weights(), whole) <= EXACT
+    assert run.recoveries[-1].again
+
+
 FAILS_IN_BACKWARD = """
 class Broken(torch.autograd.Function):
     @staticmethod

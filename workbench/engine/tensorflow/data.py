@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ...errors import FitError
 from ..contract import Share
-from ..training.shares import Order, Source, Stream, Workers, make_order, share_bounds
+from ..training.shares import Order, Source, Workers, make_order, share_bounds
 
 KINDS = (
     "(x, y) arrays, a tf.data.Dataset, a keras.utils.PyDataset, or a data set with __len__ and "
@@ -54,26 +54,32 @@ class ArraySource(Source):
         return self._take(np.zeros(1, np.int64))
 
 
-class StreamSource(Stream):
+class StreamSource(Source):
     """Something that yields global batches: a tf.data set, a PyDataset."""
+
+    seekable = False
 
     def __init__(self, data: Any, batch_size: int, steps_per_epoch: int | None) -> None:
         self.data, self.batch_size = data, batch_size
         self.samples, self.steps_per_epoch = None, steps_per_epoch
 
-    def share(self, data: Any, epoch: int, step: int, rank: int, workers: Workers) -> Share:
-        total = batch_length(data)
-        start, stop = share_bounds(total, rank, workers)
-        # An engine without a sample holds one that does not count.
-        held = (start, stop) if stop > start else (0, 1)
-        return Share(slice_batch(data, *held), stop - start, total, step, epoch)
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
+        empty = True
+        for step, batch in enumerate(self._batches()):
+            empty = False
+            if step < first:
+                continue
+            total = batch_length(batch)
+            start, stop = share_bounds(total, rank, workers)
+            # An engine without a sample holds one that does not count.
+            held = (start, stop) if stop > start else (0, 1)
+            yield Share(slice_batch(batch, *held), stop - start, total, step, epoch)
+        if empty:
+            raise FitError(
+                "The data set returned no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
+            )
 
-    def empty(self) -> FitError:
-        return FitError(
-            "The data set returned no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
-        )
-
-    def batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Any]:
         if isinstance(self.data, tf.data.Dataset):
             yield from self.data.as_numpy_iterator()
             return

@@ -7,7 +7,7 @@ In reading order:
     group        how does a worker join a process group, and leave it
     waits        how is a collective left that gloo cannot end
     data         how does the user's data become shares of global batches
-    same_batch   have the workers that need the same batch read the same one
+    same_batch   do the workers that need the same batch read the same one
     checkpoints  how is a checkpoint written, and read without unpickling
     horovod/     what does code written for Horovod find instead
 """

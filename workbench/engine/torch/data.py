@@ -45,7 +45,6 @@ from ..contract import Share
 from ..training.shares import (
     Order,
     Source,
-    Stream,
     Workers,
     dirichlet_shards,
     make_order,
@@ -54,8 +53,7 @@ from ..training.shares import (
     skewed_order,
 )
 from . import accelerator
-from .same_batch import SameBatch
-from .sampled import sampled
+from .same_batch import SameBatch, sampled
 
 PART_OF_DEVICE = 0.1
 """The part of a device's free memory that a data set may use to stay on the device."""
@@ -176,8 +174,10 @@ class IndexedSource(Source):
             np.random.set_state(state[1])
 
 
-class StreamSource(Stream):
+class StreamSource(Source):
     """An IterableDataset, read through a loader of global batches."""
+
+    seekable = False
 
     def __init__(self, loader: DataLoader[Any], batch_size: int) -> None:
         self.loader, self.batch_size = loader, batch_size
@@ -192,23 +192,24 @@ class StreamSource(Stream):
             self.steps_per_epoch = None
         self.samples = None
 
-    def batches(self) -> Iterator[Any]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         self._warn_of_processes()
-        yield from self.loader
-
-    def share(self, data: Any, epoch: int, step: int, rank: int, workers: Workers) -> Share:
-        self._compare(data, epoch, step)
-        total = batch_length(data)
-        start, stop = share_bounds(total, rank, workers)
-        kept = (start, stop) if stop > start else (0, 1)
-        return Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
-
-    def empty(self) -> FitError:
-        return FitError(
-            "The data set returned no sample.",
-            seen=type(self.loader.dataset).__name__,
-            code="WB-FIT-048",
-        )
+        empty = True
+        for step, data in enumerate(self.loader):
+            empty = False
+            if step < first:
+                continue
+            self._compare(data, epoch, step)
+            total = batch_length(data)
+            start, stop = share_bounds(total, rank, workers)
+            kept = (start, stop) if stop > start else (0, 1)
+            yield Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
+        if empty:
+            raise FitError(
+                "The data set returned no sample.",
+                seen=type(self.loader.dataset).__name__,
+                code="WB-FIT-048",
+            )
 
     def _warn_of_processes(self) -> None:
         """Warn if each process of the loader reads the whole stream (PyTorch's documentation of
@@ -367,9 +368,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
             len(dataset), size, seed=seed, shuffle=sampler.shuffle, drop_last=drop_last
         )
     elif plain or (usual and sampler.num_samples == len(dataset)):
-        order = make_order(
-            len(dataset), size, seed=seed, shuffle=not plain, drop_last=drop_last
-        )
+        order = make_order(len(dataset), size, seed=seed, shuffle=not plain, drop_last=drop_last)
     else:
         order = Order(len(sampler), size, sampled(sampler, seed), drop_last)
     if not order.steps_per_epoch:

@@ -297,16 +297,11 @@ class Training:
     def _shares(self, strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
         if strategy.owns_loop:  # such a strategy divides the data itself
             return iter(())
-        pieces = iter(strategy.shares(first))
-        shard, steps = next(pieces)
-        begun = islice(source.shares(*self.part(shard), first), steps)
-        return chain(begun, self._later_shares(source, pieces, first + (steps or 0)))
-
-    def _later_shares(self, source: Any, pieces: Iterator[Any], first: int) -> Iterator[Share]:
-        """Yield shares of other sizes; a stream can give them only after the earlier ones."""
-        for shard, steps in pieces:
-            yield from islice(source.shares(*self.part(shard), first), steps)
+        dealt: list[Iterator[Share]] = []
+        for shard, steps in strategy.shares(first):
+            dealt.append(islice(source.shares(*self.part(shard), first), steps))
             first += steps or 0
+        return chain.from_iterable(dealt)
 
     def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
         """Call hooks and evaluate; return when the next step begins."""

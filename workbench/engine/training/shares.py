@@ -110,15 +110,13 @@ class Source(ABC):
         steps_per_epoch: Global batches in one epoch; None if the data has no known length.
         given: The loader that the user's own loop had, if there is one.
         own: Whether it has only this worker's samples, so that no other worker can take them.
-        seekable: Whether an epoch can be given without reading the epochs before it.
-        taken: How often the pass that `pass_over` began was asked for a batch. Its end counts too.
-            It is 0 if the data has an index.
+        seekable: Whether an epoch can be given without reading the epochs before it. A stream
+            cannot do this, even if its length is known: its order may depend on earlier epochs.
     """
 
     given: Any = None
     own = False
     seekable = True
-    taken = 0
     batch_size: int
     samples: int | None
     steps_per_epoch: int | None
@@ -138,8 +136,13 @@ class Source(ABC):
             first: Step to begin with. Earlier steps are skipped during this call, not when the
                 first share is asked for. So random states can be set after the call.
         """
-        assert self.steps_per_epoch, "only a stream can have an unknown length"
-        return self._endless(rank, workers, first, *divmod(first, self.steps_per_epoch))
+        per_epoch = self.steps_per_epoch
+        if per_epoch and self.seekable:
+            return self._endless(rank, workers, first, *divmod(first, per_epoch))
+        shares = self._endless(rank, workers, 0, 0, 0)
+        for _ in range(first):
+            next(shares)
+        return shares
 
     def _endless(
         self, rank: int, workers: Workers, step: int, epoch: int, first: int
@@ -151,17 +154,6 @@ class Source(ABC):
                 yield share
             first = 0
 
-    def pass_over(self, batches: int | None = 0) -> None:  # noqa: B027 - only streams must read
-        """Begin a pass, and read its first batches without training on them.
-
-        Args:
-            batches: How many batches to read; None: all.
-        """
-
-    def rest(self, epoch: int, rank: int, workers: Workers, first: int) -> Iterator[Share]:
-        """Yield shares of the pass that `pass_over` began, from this step on."""
-        return self.epoch(epoch, rank, workers, first)
-
     def close(self) -> None:  # noqa: B027 - most sources have no processes
         """End the processes that load the data, if the source has any."""
 
@@ -171,112 +163,6 @@ class Source(ABC):
     def peek(self) -> Any:
         """Return a batch of one sample without a change to any random state; None for streams."""
         return None
-
-
-class Pass:
-    """One pass over a stream, read batch by batch. It keeps the newest batch.
-
-    Attributes:
-        read: Batches that were read.
-        ended: Whether the stream has ended.
-    """
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches: Iterator[Any] = batches
-        self._newest: Any = None
-        self.read, self.ended = 0, False
-
-    def batch(self, step: int) -> tuple[Any] | None:
-        """Return the batch of a step, which is the newest one or a later one; None at the end."""
-        while self.read <= step and not self.ended:
-            try:
-                self._newest = next(self._batches)
-                self.read += 1
-            except StopIteration:
-                self.ended, self._batches = True, iter(())
-        return (self._newest,) if 0 <= step == self.read - 1 else None
-
-
-class Stream(Source):
-    """Data without an index.
-
-    The order of a pass may depend on the passes before it, for example if the stream has a random
-    generator. So a worker reads every pass, also those that are not trained on, and it reads each
-    pass only once: a step with other shares uses the batch that was kept.
-    """
-
-    seekable = False
-    _pass: Pass | None = None
-    _epoch = _before = 0  # of `shares`: the present epoch, and the steps before it
-
-    @abstractmethod
-    def batches(self) -> Iterator[Any]:
-        """Yield the global batches of another pass. Nothing happens before the first is needed."""
-
-    @abstractmethod
-    def share(self, data: Any, epoch: int, step: int, rank: int, workers: Workers) -> Share:
-        """Return `rank`'s share of a global batch."""
-
-    @abstractmethod
-    def empty(self) -> FitError:
-        """Return the error for a pass without a batch."""
-
-    @property
-    def taken(self) -> int:
-        return 0 if self._pass is None else self._pass.read + self._pass.ended
-
-    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
-        return self._divided(Pass(self.batches()), epoch, rank, workers, first)
-
-    def pass_over(self, batches: int | None = 0) -> None:
-        self._pass = present = Pass(self.batches())
-        while not present.ended and (batches is None or self.taken < batches):
-            present.batch(present.read)
-
-    def rest(self, epoch: int, rank: int, workers: Workers, first: int) -> Iterator[Share]:
-        present = self._pass
-        if present is None or first < present.read - 1:
-            present = self._pass = Pass(self.batches())
-        return self._divided(present, epoch, rank, workers, first)
-
-    def _divided(
-        self, present: Pass, epoch: int, rank: int, workers: Workers, first: int
-    ) -> Iterator[Share]:
-        for step in count(first):
-            if (found := present.batch(step)) is None:
-                break
-            yield self.share(*found, epoch, step, rank, workers)
-        if not present.read:
-            raise self.empty()
-
-    def shares(self, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
-        if self._pass is None or first < self._before + self._pass.read - 1:
-            self._epoch = self._before = 0
-            self._pass = Pass(self.batches())
-        if first > self._before + self._pass.read:
-            self._found(first - 1)
-        return self._shares(rank, workers, first)
-
-    def _shares(self, rank: int, workers: Workers, first: int) -> Iterator[Share]:
-        for step in count(first):
-            (data,) = self._found(step)
-            share = self.share(data, self._epoch, step - self._before, rank, workers)
-            share.step = step
-            yield share
-
-    def _found(self, step: int) -> tuple[Any]:
-        """Return the batch of a step of all epochs, counted from 0."""
-        while True:
-            assert self._pass is not None, "shares comes first"
-            if (found := self._pass.batch(step - self._before)) is not None:
-                return found
-            if not self._pass.read:
-                raise self.empty()
-            self._epoch, self._before = self._epoch + 1, self._before + self._pass.read
-            self._pass = Pass(self.batches())
-
-    def close(self) -> None:
-        self._pass = None
 
 
 ATTEMPTS = 100

@@ -13,6 +13,7 @@ import contextlib
 import copyreg
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -67,21 +68,21 @@ class Standing:
         served: Batches that the latest pass has returned.
         resumes_at: The epoch and the batch at which the loop resumes; None if nothing is skipped.
         dealt: How often the shares were divided again because workers changed.
-        taken: For each earlier pass over a stream: how often it was asked for a batch. In a loop
-            that resumes, passes of the run before it count too.
+        reads: How often each earlier pass asked for a batch. Passes before a resume count too.
+        ended: Whether the latest pass has reached the end of its data.
     """
 
     begun: int = 0
     served: int = 0
     resumes_at: tuple[int, int] | None = None
     dealt: int = 0
-    taken: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    ended: bool = False
 
-    def passes(self, source: Source) -> list[int]:
-        """Return `taken` with the present pass."""
-        if source.seekable or len(self.taken) >= self.begun:
-            return self.taken
-        return [*self.taken, source.taken]
+    def reads_before(self, epoch: int) -> list[int]:
+        """Return how often each pass before an epoch asked for a batch; the end counts too."""
+        latest = [self.served + self.ended] if len(self.reads) < self.begun else []
+        return [*self.reads, *latest][:epoch]
 
 
 class SharedLoader(DataLoader[Any]):
@@ -122,19 +123,21 @@ class SharedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         loop, at = self._loop, self._at
-        at.taken = at.passes(self._source)
-        epoch, at.begun, at.served = at.begun, at.begun + 1, 0
+        if not self._source.seekable:
+            at.reads = at.reads_before(max(at.begun, len(at.reads)))
+        epoch, at.begun, at.served, at.ended = at.begun, at.begun + 1, 0, False
         loop.pass_begins()
-        if not self._reaches(epoch):
+        named = max(0, epoch + self._ahead)  # a user's own count can begin with any number
+        shares = self._reached(epoch, named)
+        if shares is None:
             loop.is_elsewhere()
             return
         loop.epoch_begins()
-        named = max(0, epoch + self._ahead)  # a user's own count can begin with any number
-        shares, dealt, total = self._shares(named), at.dealt, self._source.steps_per_epoch
+        dealt, total = at.dealt, self._source.steps_per_epoch
         while total is None or at.served < total:
             loop.next_batch()
             if at.dealt != dealt:
-                shares, dealt = self._shares(named), at.dealt
+                shares, dealt = self._shares(named, at.served), at.dealt
             try:
                 share = loop.fetch(shares)
             except StopIteration:  # a stream that does not say how long it is
@@ -142,7 +145,8 @@ class SharedLoader(DataLoader[Any]):
             at.served += 1
             yield self._moved(share.data)
         if not self._source.seekable:
-            next(shares, None)  # so the stream's lines after its last sample run
+            next(shares, None)  # a stream may have lines after its last sample
+            at.ended = True
         loop.epoch_ends()
         loop.epoch_end()
         context = loop.context
@@ -150,30 +154,35 @@ class SharedLoader(DataLoader[Any]):
             events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=context.trained - 1)
         )
 
-    def _shares(self, named: int) -> Iterator[Any]:
+    def _shares(self, named: int, first: int) -> Iterator[Any]:
         spec = self._loop.context.spec
-        return self._source.rest(named, spec.rank, spec.world_size, self._at.served)
+        return self._source.epoch(named, spec.rank, spec.world_size, first)
 
-    def _reaches(self, epoch: int) -> bool:
-        """Whether the loop trains in an epoch; not if the loop resumes after this epoch.
+    def _reached(self, epoch: int, named: int) -> Iterator[Any] | None:
+        """Return an epoch's shares; None if the loop resumes after this epoch.
 
         The state is set again here. The saved state already contains the loop's actions between the
-        skipped epochs (a step of a scheduler, an evaluation). Skipped batches of a stream are read
-        before this, because reading can change random states.
+        skipped epochs (a step of a scheduler, an evaluation). A stream is read before the state is
+        set, because reading may change random states.
         """
-        at = self._at
+        at, streams = self._at, not self._source.seekable
         if at.resumes_at is None:
-            self._source.pass_over()
-            return True
+            return self._shares(named, 0)
         first, batch = at.resumes_at
         if epoch < first:
-            # A checkpoint of an older version does not say how much of a stream was read.
-            self._source.pass_over(at.taken[epoch] if epoch < len(at.taken) else None)
-            return False
-        self._source.pass_over(batch)
-        at.resumes_at, at.served, at.taken = None, batch, at.taken[:epoch]
+            if streams:
+                # A checkpoint of an older version does not have `reads`.
+                reads = at.reads[epoch] if epoch < len(at.reads) else None
+                at.served = sum(1 for _ in islice(self._shares(named, 0), reads))
+                at.ended = True
+            return None
+        at.resumes_at, at.served = None, batch
+        shares = self._shares(named, 0 if streams else batch)
+        if streams:
+            for _ in islice(shares, batch):
+                pass
         self._loop.restore()
-        return True
+        return shares
 
     def position(self, unfinished: int = 0) -> dict[str, Any]:
         """Return the current epoch, and the number of its batches whose steps are complete.
@@ -187,15 +196,16 @@ class SharedLoader(DataLoader[Any]):
             epoch, served = at.begun, 0
         else:
             epoch = max(0, at.begun - 1)
-        return {"epoch": epoch, "batch": served, "taken": at.passes(self._source)[:epoch]}
+        reads = [] if self._source.seekable else at.reads_before(epoch)
+        return {"epoch": epoch, "batch": served, "reads": reads}
 
-    def go_on(self, epoch: int, batch: int, taken: Sequence[int] = ()) -> None:
+    def go_on(self, epoch: int, batch: int, reads: Sequence[int] = ()) -> None:
         """Begin with this batch of this epoch; earlier epochs are empty.
 
         Args:
-            taken: For each earlier pass over a stream: how often it was asked for a batch.
+            reads: How often each earlier pass over a stream asked for a batch.
         """
-        self._at.resumes_at, self._at.taken = (epoch, batch), list(taken)
+        self._at.resumes_at, self._at.reads = (epoch, batch), list(reads)
 
     def _moved(self, data: Any) -> Any:
         device = self._loop.device

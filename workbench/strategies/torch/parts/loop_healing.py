@@ -257,7 +257,6 @@ class LoopHealing:
         return {
             "trained": self.context.trained, "evaluated": self.evaluated,
             "epoch": epoch, "batch": batch,
-            "taken": [] if self.source is None else self._standing.passes(self.source),
             "kept": [format_of(self.context).copied(k.state_dict()) for k in self._kept],
         }  # fmt: skip
 
@@ -275,7 +274,6 @@ class LoopHealing:
             context.step = context.trained - 1
             self._place = place
             self._standing.resumes_at = place["epoch"], place["batch"]
-            self._standing.taken = list(place["taken"])
 
     def _load_kept(self, place: Mapping[str, Any]) -> None:
         for thing, state in zip(self._kept, place["kept"], strict=True):

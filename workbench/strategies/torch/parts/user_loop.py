@@ -282,8 +282,8 @@ class OwnLoop:
         self.context.trained = int(about["step"])
         self.context.step = self.context.trained - 1
         if self.loader is not None:
-            taken = [int(times) for times in about.get("taken", ())]
-            self.loader.go_on(int(about["epoch"]), int(about["batch"]), taken)
+            reads = [int(times) for times in about.get("reads", ())]
+            self.loader.go_on(int(about["epoch"]), int(about["batch"]), reads)
 
     def _feed(self) -> None:
         self._fed = True
