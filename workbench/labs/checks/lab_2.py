@@ -408,9 +408,8 @@ def added_up(c: Check, function: str, groupings: list[Groups] | None = None) -> 
 def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = None) -> None:
     hint = f"the check also tries a matrix of type float64, such as a gradient: {hint}"
     found = c.ask(_MATRIX.format(name=function, groups=groups or []), limit_s=LIMIT_S, hint=hint)
-    whole = sum(10.0**rank for rank in range(len(found)))
     c.expect(
-        all((np.asarray(one, dtype=float) == whole).all() for one in found),
+        _are_sums(found),
         "the function works for a matrix of type float64, such as a gradient",
         "if `x` is a matrix of type float64, the result is not the sum",
         hint,
@@ -420,13 +419,18 @@ def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = N
 def fewer(c: Check, function: str) -> None:
     hint = "the check sets `world_size` to 2: compute ranks and rounds from `world_size` and `rank`"
     found = c.ask(_FEWER.format(name=function), limit_s=LIMIT_S, hint=hint)[:2]
-    whole = sum(10.0**rank for rank in range(len(found)))
     c.expect(
-        all((np.asarray(one, dtype=float) == whole).all() for one in found),
+        _are_sums(found),
         "the function also works for two workers",
         "with two workers, the result is not the sum",
         hint,
     )
+
+
+def _are_sums(found: list[Any]) -> bool:
+    """Whether each worker holds the sum of the tensors, which are 10 ** rank."""
+    whole = sum(10.0**rank for rank in range(len(found)))
+    return all((np.asarray(one, dtype=float) == whole).all() for one in found)
 
 
 def sums(c: Check, found: list[Any], trials: list[str]) -> bool:
