@@ -96,8 +96,8 @@ def need_a_system_that_works() -> None:
             "On Windows, Workbench needs WSL2, which runs Linux inside Windows.",
             seen="Python for Windows",
             allowed="Linux, macOS, WSL2",
-            next_step="run `wsl --install` in PowerShell as administrator, restart, open Ubuntu, "
-            "and install Workbench and JupyterLab there",
+            next_step="run `wsl --install` in PowerShell as administrator, restart "
+            "Windows, open Ubuntu, and install Workbench and JupyterLab there",
             code="WB-CLUSTER-001",
         )
 

@@ -277,7 +277,7 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
             else "`workbench stop` needs either ids of clusters or --all.",
             seen=", ".join(unknown) or None,
             allowed=", ".join(found) or "none: there is no cluster",
-            next_step="`workbench ps` lists clusters; `workbench stop --all` ends all of them",
+            next_step="`workbench ps` lists clusters; `workbench stop --all` ends all clusters",
             code="WB-CLUSTER-002",
         )
     left = []
@@ -296,8 +296,8 @@ SOURCES = "lab_*.md"
 OPENS = "`workbench lab` (without s) opens JupyterLab with the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
-Copies the student's answers from each notebook into the original lab, and runs
-each of these labs in its own process.
+Copies the student's answers from each notebook into a copy of the original lab,
+and runs each copy in its own process.
 Exit status: 0 everything was graded and is correct; 1 everything was graded, but
 not everything is correct; 2 something could not be graded, or an argument is wrong."""
 

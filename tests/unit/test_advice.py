@@ -22,7 +22,7 @@ from workbench.engine.debugging.tracebacks import advice
         (
             "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer "
             "[127.0.0.1]:1234",
-            "its loop was shorter",
+            "fewer steps",
         ),
         (
             "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_3>: No space "

@@ -278,7 +278,7 @@ def test_without_a_gpu_each_gpu_check_says_that_it_cannot_be_made() -> None:
         ([13, 0], {"version": "2.13+cpu", "cuda": None}, "fail", "without CUDA"),
         ([12, 8], {"version": "2.13", "cuda": "13.0", "archs": ["sm_90"]}, "fail", "12.8"),
         ([13, 0], {"version": "2.13", "cuda": "13.0", "archs": ["sm_90"]}, "ok", "13.0"),
-        ([12, 2], {"version": "2.13", "cuda": "12.6", "archs": ["sm_90"]}, "ok", "minor"),
+        ([12, 2], {"version": "2.13", "cuda": "12.6", "archs": ["sm_90"]}, "ok", "major"),
         ([13, 0], {"version": "2.13", "cuda": "13.0", "archs": ["sm_70"]}, "fail", "sm_90"),
     ],
 )

@@ -175,7 +175,7 @@ def test_the_keys_say_what_rings_are_and_why_there_are_none() -> None:
     )
     said = [text.get_text() for text in picture.draw(scaled_of("none predicted")).texts]
     assert any(words.startswith("Not predicted: the run has too few steps") for words in said)
-    assert not any("Rings" in words for words in said)
+    assert not any("Circles" in words for words in said)
 
 
 def test_words_of_the_higher_curve_stand_above_those_of_the_lower() -> None:

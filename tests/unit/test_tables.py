@@ -177,7 +177,7 @@ def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
     for title in ("sync wait", "transfer", "median wait", "potential"):
         assert {row[titles.index(title)] for row in table.rows} == {"–"}
     assert any("sync wait, transfer" in note for note in table.notes)
-    assert any("bytes sent" in note for note in table.notes)
+    assert any("sent bytes" in note for note in table.notes)
 
 
 def test_hosts_stand_in_a_runs_table_where_workers_are_elsewhere() -> None:
@@ -268,7 +268,7 @@ def test_the_steps_asked_for_are_named_where_fewer_were_taken(total: int, said: 
 
 def test_steps_beyond_those_asked_for_are_the_busiest_workers() -> None:
     run = replace(make_summary("parameter_server"), total_steps=15, joined=False)
-    assert "20 steps (busiest worker)," in summary_table(run).notes[0]
+    assert re.match(r"20 steps \(.*busiest", summary_table(run).notes[0])
 
 
 def test_a_summary_says_when_workers_went_and_came() -> None:

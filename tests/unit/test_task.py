@@ -367,7 +367,7 @@ def test_a_rank_that_ended_with_another_model_is_named():
     assert outcome_notes({0: ended(5, 0), 1: ended(6, 1, like=1)}) == []  # rounded otherwise
     (note,) = outcome_notes({4: ended(5, 0), 5: ended(7, 1), 6: ended(5, 2)})
     assert "differ" in note
-    assert "(rank 1)" in note
+    assert "rank 1 " in note
 
 
 def test_reassigned_names_are_told_once():

@@ -270,7 +270,7 @@ def test_where_a_spinning_thread_waits_is_asked_of_the_device(
 
 def test_a_device_that_computes_is_no_wait_whatever_is_queued_behind_it() -> None:
     worker = Worker(ahead=True)
-    undo = stacks.ask_device(lambda: stacks.DeviceWork(True, "in all_reduce, on the device"))
+    undo = stacks.ask_device(lambda: stacks.DeviceWork(True, "in all_reduce on the GPU"))
     stacks._devices.reverse()  # it was there before the timer, as a device's setup is
     worker.timer.begin()
     worker.device.run(60.0)

@@ -142,15 +142,16 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
     phases = []
     if beyond:
         arrows = tuple(Arrow(a, b, kind, size) for a, b in beyond)
-        text = f"Each worker with rank {p} or higher sends its tensor to a partner."
+        text = f"Each worker with rank {p} or higher sends its tensor to a worker of lower rank."
         phases.append(Phase("Fold", text, arrows=arrows, formula=unit))
     for k in range(p.bit_length() - 1):
         arrows = tuple(
             Arrow(members[rank], members[rank ^ (1 << k)], kind, size) for rank in range(p)
         )
+        who = f"The workers with ranks below {p}" if beyond else "The workers"
         text = (
-            f"The workers form pairs with ranks that differ by {1 << k}. The two workers of a pair "
-            "exchange their sums and add them."
+            f"{who} form pairs with ranks that differ by {1 << k}. The two workers of a pair "
+            "exchange their tensors and add them up."
         )
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
     if beyond:
@@ -158,7 +159,7 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         phases.append(
             Phase(
                 "Unfold",
-                f"The partners send the sum back to the workers with rank {p} or higher.",
+                f"Each worker with rank {p} or higher receives the sum from the same worker.",
                 arrows=arrows,
                 formula=unit,
             )
@@ -537,8 +538,8 @@ def messages(
     if workers > MOST_WORKERS:
         raise PlanError(
             "A diagram with so many workers is not readable.", seen=f"workers={workers}",
-            allowed=f"1 to {MOST_WORKERS}", next_step="draw 8 workers: the pattern is "
-            "the same",
+            allowed=f"1 to {MOST_WORKERS}", next_step="use workers=8: its diagram "
+            "shows the pattern for any number of workers",
             code="WB-PLAN-009",
         )  # fmt: skip
     settings = entry.settings(dict(options or {}))

@@ -16,13 +16,13 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="number of microbatches in a batch; `none`: two per worker (with `naive`, the "
-        "whole batch is one microbatch)",
+        help="number of microbatches in a batch; `none`: two per worker (with schedule=naive, "
+        "the whole batch is one microbatch)",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="number of stages on each worker, for `interleaved` and `zero_bubble`; `none`: 2 "
-        "for `interleaved`, otherwise 1",
+        help="number of stages on each worker, for schedule=interleaved and zero_bubble; `none`: "
+        "2 for interleaved, otherwise 1",
     ),
     Option(
         "split_at", "str", None, optional=True,
@@ -36,7 +36,7 @@ TORCH: tuple[Strategy, ...] = (
         name="one_device",
         framework="torch",
         term="single-device training",
-        summary="One worker does all the work. This is the baseline for every other strategy.",
+        summary="One worker does all the work. Other strategies are compared with this strategy.",
         module="workbench.strategies.torch.one_device:OneDevice",
         messages="workbench.catalog.step_messages:one_device",
         suits="models that fit on one device, and the baseline of every comparison",
@@ -53,7 +53,8 @@ TORCH: tuple[Strategy, ...] = (
         "gradients are averaged.",
         module="workbench.strategies.torch.mirrored:Mirrored",
         messages="workbench.catalog.step_messages:mirrored",
-        suits="models that fit on one device and have steps that take longer than an all-reduce",
+        suits="models that fit on one device, if computing the gradients takes longer than the "
+        "all-reduce",
         shares_gpu=True,
         source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
         aliases=("ddp", "data_parallel", "dp", "distributed_data_parallel", "horovod"),
@@ -61,8 +62,8 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         sheds=True,
         exact_with=(("compress", "none"),),
-        loses="the steps since the last checkpoint; if the number of workers changes, the run "
-        "also loses the compression error that was not sent yet",
+        loses="the steps since the last checkpoint; if the number of workers changes, a run with "
+        "compressed gradients also loses the compression error that was not sent yet",
         links=True,
         options=(
             Option(
@@ -180,8 +181,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "sync", "bool", False,
-                help="each step uses the gradients of all workers (BSP); the result is the same "
-                "as on one device",
+                help="each step uses the gradients of all workers (bulk synchronous parallel); the "
+                "result is the same as on one device",
             ),
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
@@ -215,7 +216,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "unit_mb", "float", 1.0, minimum=0, maximum=65536,
-                help="a layer with at least this many MB of parameters is gathered separately",
+                help="layers with at least this many MB of parameters are gathered one after the "
+                "other; all smaller layers are gathered together",
             ),
             Option(
                 "reshard", "bool", True,
@@ -301,8 +303,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "plan", "str", "auto",
-                help="how layers are divided: `auto`, or NAME=col|row|gathered,.. (in NAME, * "
-                "matches any text)",
+                help="how layers are divided: `auto`, or NAME=STYLE for each layer, for example "
+                "fc1=col,fc2=row (STYLE: col, row or gathered; in NAME, * matches any text)",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -316,7 +318,7 @@ TORCH: tuple[Strategy, ...] = (
         framework="torch",
         term="local SGD (federated averaging, DiLoCo)",
         summary="Workers train alone for some steps. Then they average their parameters, or take "
-        "an outer step (DiLoCo).",
+        "an outer step towards their mean (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
         suits="slow links, and data that must stay on its host",
@@ -378,8 +380,8 @@ TORCH: tuple[Strategy, ...] = (
         name="gossip",
         framework="torch",
         term="decentralised SGD (gossip)",
-        summary="There is no server. After each step a worker mixes its parameters with those of "
-        "its neighbours.",
+        summary="There is no server. After each step a worker averages its parameters with those "
+        "of its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
         suits="many workers on links where an all-reduce is slow; experiments with replicas that "
@@ -397,7 +399,7 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="the workers with which a worker mixes its parameters; `ring`: its two "
+                help="the workers with which a worker averages its parameters; `ring`: its two "
                 "neighbours in a ring; `exponential`: one other worker in each step, first 1 rank "
                 "away, then 2, then 4, ..",
             ),
@@ -421,7 +423,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="one_device",
         framework="tensorflow",
         term="single-device training",
-        summary="One replica does all the work. This is the baseline for every other strategy.",
+        summary="One replica does all the work. Other strategies are compared with this strategy.",
         module="workbench.strategies.tensorflow.one_device:OneDevice",
         messages="workbench.catalog.step_messages:tensorflow_one_device",
         suits="models that fit on one device, and the baseline of every comparison",

@@ -108,8 +108,8 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             count = least
     if schedule.most is not None and count > schedule.most:
         raise PlanError(
-            f"Schedule `{name}` sends the whole batch from stage to stage, so it has only one "
-            "microbatch.",
+            f"Schedule `{name}` sends the whole batch from stage to stage, so the batch is one "
+            "single microbatch.",
             seen=f"microbatches={count}",
             next_step=f"use -o schedule=gpipe -o microbatches={count}",
             code="WB-PLAN-079",
@@ -134,9 +134,9 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
         )
     if batch_size is not None and count > batch_size:
         raise PlanError(
-            "There are more microbatches than samples in a batch, so some microbatches would be "
-            "empty.",
-            seen=f"microbatches={count}, batch_size={batch_size}",
+            "The pipeline has more microbatches than samples in a step, so some microbatches "
+            "would be empty.",
+            seen=f"microbatches={count} for {batch_size} samples",
             allowed=f"at most {batch_size} microbatches",
             next_step="use a larger batch_size, or fewer microbatches with -o microbatches",
             code="WB-PLAN-082",

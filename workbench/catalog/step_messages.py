@@ -31,7 +31,7 @@ def _update(layout: Layout, text: str = OPTIMIZER) -> Phase:
 def one_device(layout: Layout) -> Parts:
     """One worker; nothing is sent."""
     work = _work(layout, "One worker computes the gradient of the whole batch.")
-    phases = (work, _update(layout, "The worker takes the step."))
+    phases = (work, _update(layout, "The worker updates the parameters."))
     return Parts(
         diagrams.workers(layout, _WHOLE),
         phases,
@@ -60,7 +60,7 @@ def mirrored(layout: Layout) -> Parts:
         phases = _gathered(layout)
         source = "ring all-gather; Aji and Heafield, Sparse Communication, EMNLP 2017"
     if algorithm == "backend" and compress == "none":
-        notes.append("Gradients are sent in buckets during the backward pass.")
+        notes.append("During the backward pass, gradients are sent in buckets (groups).")
     return Parts(
         diagrams.workers(layout, _WHOLE),
         (_work(layout), *phases, _update(layout)), units, source, tuple(notes),
@@ -79,8 +79,8 @@ def _gathered(layout: Layout) -> tuple[Phase, ...]:
         for a, b in zip(layout.ids, following, strict=True)
     )  # fmt: skip
     text = (
-        "The largest values of each worker's gradient, with their positions, are sent around "
-        "the ring."
+        "The workers form a ring. The largest values of each worker's gradient, with their "
+        "positions, are sent around this ring, until every worker has all of them."
     )
     return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
 
@@ -108,7 +108,7 @@ def _chains(layout: Layout) -> tuple[tuple[int, ...], ...]:
 def _held_by(server: int, chains: tuple[tuple[int, ...], ...], holds: str) -> str:
     own = [holds] if server < len(chains) else []
     followed = [chain[0] for chain in chains if server in chain[1:]]
-    copy = [f"a copy of the parameters on server {followed[0]}"] if followed else []
+    copy = [f"a copy of server {followed[0]}'s parameters"] if followed else []
     return "; ".join(own + copy)
 
 
@@ -316,14 +316,17 @@ def local_sgd(layout: Layout) -> Parts:
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
     holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
     if options["fraction"] < 1:
-        notes.append("In each round, the workers that were not chosen send zeros.")
+        notes.append(
+            "In each round, only some workers take part (option fraction). The other workers send "
+            "zeros."
+        )
     if outer:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step starts from the parameters at the start of the round, and adds the "
-            f"workers' mean change, with learning rate {options['outer_lr']:g} and Nesterov "
-            f"momentum {options['outer_momentum']:g}. The outer step sends no further messages."
+            "The outer step takes the parameters from the start of the round, and adds the mean "
+            f"change of all workers, with learning rate {options['outer_lr']:g} and Nesterov "
+            f"momentum {options['outer_momentum']:g}. The outer step itself sends no messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
@@ -373,7 +376,7 @@ def gossip(layout: Layout) -> Parts:
     meet = tuple(
         Phase(
             "Mix" if len(rounds) == 1 else f"Mix, hop {hops[0]}",
-            "Each worker mixes its parameters with the parameters that it receives.",
+            "Each worker's new parameters are the mean of its own and the received parameters.",
             (),
             tuple(
                 Arrow(layout.ids[r], layout.ids[(r + hop) % n], "average", size)
@@ -421,7 +424,7 @@ def tensorflow_one_device(layout: Layout) -> Parts:
             "One replica computes the gradient of the whole batch.",
             layout.ids,
         ),
-        Phase("Optimizer", "The worker takes the step.", layout.ids),
+        Phase("Optimizer", "The replica updates the parameters.", layout.ids),
     )
     return Parts(
         _devices(layout, _TENSORFLOW_WHOLE),
@@ -446,7 +449,10 @@ def tensorflow_mirrored(layout: Layout) -> Parts:
     """All-reduce between the devices of one engine."""
     asked = str(layout.options["cross_device_ops"])
     notes = (
-        ("With `auto`, GPUs use NCCL's ring, and CPUs use the algorithm of this diagram.",)
+        (
+            "With cross_device_ops=auto, GPUs use NCCL's ring, and CPUs use the algorithm of this "
+            "diagram.",
+        )
         if asked == "auto"
         else ()
     )

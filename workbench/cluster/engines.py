@@ -470,7 +470,7 @@ class Engines:
         """
         if not self._ground.forks:
             raise ClusterError(
-                "This cluster cannot continue after the end of the notebook.",
+                "This cluster cannot continue after the notebook's kernel has ended.",
                 seen=self._ground.why_not,
                 allowed="engines forked on this machine (--launcher local, on Linux)",
                 code="WB-CLUSTER-008",

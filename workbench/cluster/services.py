@@ -38,7 +38,7 @@ log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
 HEARD_S = 5.0
 """How long the report of a killed helper's end may take."""
-DID_NOT_ANSWER = "Workbench ended the engine, because it did not answer"
+DID_NOT_ANSWER = "Workbench ended the engine, because the engine did not answer"
 
 
 class ClusterServices:

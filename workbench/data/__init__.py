@@ -84,7 +84,7 @@ def corpus_arrays(split: str, block: int) -> Pair:
     count = (len(part) - 1) // block
     if count < 1:
         raise DataError(
-            "`block` is longer than the text.",
+            "`block` must be shorter than the text of the data set.",
             seen=block,
             allowed=f"1 to {len(part) - 1}",
             code="WB-DATA-005",

@@ -104,13 +104,14 @@ class Leases:
 
     def check_shared(self) -> None:
         """Raise PlanError if a GPU would be shared that only one process can use."""
+        gpus = len({one.gpu for one in self.leases})
         for lease in self.leases:
             if lease.sharers > 1 and lease.exclusive:
                 raise PlanError(
                     f"{lease.sharers} workers cannot share {lease.label}: its compute mode is "
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
-                    allowed=f"{len({one.gpu for one in self.leases})} workers, one for each GPU",
+                    allowed=f"one worker for each GPU: at most {gpus}",
                     next_step="use -n 1 or --devices cpu; an administrator can allow sharing: "
                     "nvidia-smi -c 0",
                     code="WB-PLAN-161",
@@ -509,7 +510,7 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
-            allowed="the GPUs that the engines got first, if no other notebook uses these GPUs",
+            allowed="the GPUs that the engines used before, if no other notebook has reserved them",
             next_step="run %cluster restart to use other GPUs; all variables will be lost",
             code="WB-CLUSTER-056",
         )

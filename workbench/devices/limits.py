@@ -81,10 +81,11 @@ class Limits:
             return
         engines = f"{elsewhere} engine{'s' if elsewhere > 1 else ''}"
         others = f"; your other clusters have {engines}" if elsewhere else ""
+        left = max(0, self.max_engines - elsewhere)
         raise PlanError(
             f"The administrator allows each user {self.max_engines} engines at most{others}.",
             seen=wanted,
-            allowed=f"{max(0, self.max_engines - elsewhere)} or fewer engines in this cluster "
+            allowed=f"{left} engine{'s' if left != 1 else ''} at most in this cluster "
             f"({self.sources.get('max_engines')})",
             next_step=(
                 "run workbench ps to see your other clusters, and workbench stop ID to end "
@@ -409,7 +410,10 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
             f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
         )
     whose = "between workers" if encrypted else "of engines"
-    return f"--launcher {launcher}: unencrypted traffic {whose}. Use a private network ({PAGE})"
+    return (
+        f"--launcher {launcher}: the traffic {whose} is not encrypted. "
+        f"Use a private network ({PAGE})"
+    )
 
 
 _tell: ContextVar[Callable[[str], object] | None] = ContextVar("workbench_exposure", default=None)

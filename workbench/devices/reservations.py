@@ -163,8 +163,8 @@ def trouble() -> str:
         return ""
     return (
         f"Workbench cannot reserve GPUs, because {_path()} is not a folder that every user can "
-        "write to (mode 1777). So other notebooks may use the same GPUs. An administrator can "
-        "create this folder."
+        "write to (mode 1777). So another notebook can use the GPUs of this notebook at the same "
+        "time. An administrator can create this folder."
     )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from .report import Report
 
 ABOUT = """\
-Checks this machine for Workbench. A line begins with the result of a check: ok, warn, FAIL, or
-"not known" if the check is not possible here. If something must be done, the next step follows.
+Checks whether Workbench can run on this machine. A line begins with the result of a check: ok,
+warn, FAIL, or "not known" if the check is not possible here. A line that begins with "next:" says
+what you can do about the result above it.
 Exit status: 0 if no check failed (there can be warnings), 1 if a check failed."""
 
 
@@ -118,7 +119,8 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(report.json())
     elif report.failed:
         print("\n" + gpus.summary(report))
-    tell(f"The report is in {out}/report.txt. To report a problem, attach {out}.zip (all files).")
+    tell(f"The report is in {out}/report.txt. If you report a problem in an issue, attach "
+         f"{out}.zip, which contains all files of this test.")  # fmt: skip
     return report.exit_status
 
 

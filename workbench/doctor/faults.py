@@ -117,12 +117,18 @@ def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
         raise TimeoutError(f"the cell has not ended within {2 * PROMPT_S:g} s")
     prompt_s = time.perf_counter() - began
     error = task.failure()
-    wrong = [] if prompt_s < PROMPT_S else [f"the cell ended too late, after {prompt_s:.1f} s"]
+    wrong = (
+        []
+        if prompt_s < PROMPT_S
+        else [f"the cell ended after {prompt_s:.1f} s, but the limit is {PROMPT_S:g} s"]
+    )
     if fault.words and fault.words.lower() not in str(error).lower():
         wrong.append(f"the error does not contain {fault.words!r}: {str(error)[:200]}")
     wrong += _after(cluster, fault, before)
     figures = {"prompt_s": round(prompt_s, 2)}
-    found = f"the cell ended after {prompt_s:.1f} s, and the next cell was correct"
+    found = f"the cell ended after {prompt_s:.1f} s"
+    if not wrong:
+        found += ", and the results of the next cell were correct"
     return found, "; ".join(wrong), figures
 
 

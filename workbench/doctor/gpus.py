@@ -150,7 +150,8 @@ def _said(probe: Probe, ended: children.Ended | None, gpus: int) -> list[Line]:
             status, found, step = "warn", *_slow(ended)
         elif ended.late:
             status, found = "fail", f"hangs: no answer within {ended.seconds:.0f} s"
-            step = f"{probe.step}; `stacks` in the output of --json says where the check hangs"
+            step = f"{probe.step}; `stacks` in the output of `workbench doctor --json` "
+            step += "says where the check hangs"
             stacks = _stacks(ended.tail, 100)
         elif ended.status:
             status, found = "fail", f"the check crashed: {_last(ended.tail)}"
@@ -164,12 +165,12 @@ def _slow(ended: children.Ended) -> tuple[str, str]:
     """Return what was found, and the next step, of a check that did not get beyond its imports."""
     cores = os.cpu_count() or 1
     found = (
-        f"slow: still importing after {ended.seconds:.0f} s "
+        f"slow: the check's imports took more than {ended.seconds:.0f} s "
         f"(load average {children.load():.1f} on {cores} cores)"
     )
     if children.busy():
         return found, "run this command again when this machine is less busy"
-    return found, "run this command again; if it is still slow, put the environment on a fast disk"
+    return found, "run this command again; if it is slow again, install Python on a faster disk"
 
 
 def _why_not(probe: Probe, gpus: int) -> str:
@@ -217,12 +218,13 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
         cuda = ".".join(map(str, nvml.get("cuda_driver", [])))
         status: Status = "ok" if names else "fail"
         return status, f"{nvml['driver']}, CUDA up to {cuda}, GPUs: {', '.join(names) or 'none'}", (
-            "" if names else "run `nvidia-smi -L`; if it lists no GPU, look at `dmesg`"
+            "" if names else "run `nvidia-smi -L`; if it lists no GPU, look for errors in `dmesg`"
         )  # fmt: skip
     why = nvml.get("error", "NVML does not answer")
     if files:
         return "fail", f"{files[0]} exists, but: {why}", (
-            "in a container: docker run --gpus all; after a driver update: restart the machine"
+            "if this is a container, start it with docker run --gpus all; after a driver update, "
+            "restart the machine"
         )  # fmt: skip
     return "unknown", "no GPU here", ""
 
@@ -257,7 +259,7 @@ def runtime(
             f"{', '.join(build['archs'])}"
         )  # fmt: skip
     if has < wants:
-        return "ok", f"{said} (minor versions are compatible)", ""
+        return "ok", f"{said} (they fit: the major version is the same)", ""
     return "ok", said, ""
 
 
@@ -327,7 +329,7 @@ def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if "PROHIBITED" in odd.values():
         return "fail", words, "an administrator can reset the mode: nvidia-smi -c 0"
     return "warn", f"{words}: only one process can use the GPU", (
-        "give each worker its own GPU; to share a GPU: nvidia-smi -c 0"
+        "give each worker its own GPU; an administrator can allow sharing: nvidia-smi -c 0"
     )  # fmt: skip
 
 
@@ -348,7 +350,7 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
         return "warn", f"the system's log has Xid errors: {xid[-1][-160:]}", (
             "docs.nvidia.com/deploy/xid-errors explains the Xid number"
         )  # fmt: skip
-    return "ok", "no GPU is lost, and there are no uncorrected memory errors", ""
+    return "ok", "all GPUs answer, and there are no uncorrected memory errors", ""
 
 
 def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
@@ -359,7 +361,7 @@ def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
     if seen:
         return "ok", "yes", ""
     return "warn", "NVML does not list the pids of this container", (
-        "Workbench cannot show the GPU memory of each engine; to change this: docker run --pid=host"
+        "to see the GPU memory of each engine, start the container with docker run --pid=host"
     )  # fmt: skip
 
 
@@ -439,10 +441,8 @@ class Stage:
 STAGES: tuple[Stage, ...] = (
     Stage("surroundings", "what is installed, and what the driver reports", 45, True, 30, ()),
     Stage("devices", "each device gives the same results as the CPU", 45, True, 30, ("torch",)),
-    Stage(
-        "group", "the smallest run, with two processes and one all-reduce", 45, True, 30, ("torch",)
-    ),
-    Stage("collectives", "collectives in cells, with CPU tensors and device tensors", 60, True),
+    Stage("group", "two processes do an all-reduce, without Workbench", 45, True, 30, ("torch",)),
+    Stage("collectives", "collectives in cells, of tensors on the CPU and on devices", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
     Stage("telemetry", "the measurements show the injected delays", 60, module=TRIALS_MODULE),
@@ -537,7 +537,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
             whole(
                 "unknown",
                 f"not started, because the time limit of {asked.total_s:g} s was reached",
-                f"run only this stage: --only {stage.name}",
+                f"run only this stage: workbench doctor --gpu-test --only {stage.name}",
             )
         ]
     told = {
@@ -549,7 +549,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
 
 
 def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
-    log = "the log shows where the stage stopped"
+    log = "the log (in the report's folder `stages`) shows where the stage stopped"
     last = ended.lines[-1].what if ended.lines else "nothing"
     if ended.late:
         return whole(

@@ -233,7 +233,8 @@ class Host:
         errors = self.process.stderr
         said = b"" if errors is None or self.process.poll() is None else errors.read()
         lines = said.decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else f"the program ended with status {self.process.returncode}"
+        program = "ssh" if self.name else "Python"
+        return lines[-1] if lines else f"{program} ended with status {self.process.returncode}"
 
     def close(self) -> None:
         """End the program."""
@@ -393,9 +394,9 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, and ZeroMQ with CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "all traffic between the hosts. Connections to the store, gloo, NCCL and TensorFlow's "
-             "gRPC need no password; Workbench's own links need a password",
-             f"use a private network, or a firewall around the hosts; {SEE}"),
+             "all traffic between the hosts. Connections to the rendezvous store, gloo, NCCL and "
+             "TensorFlow's gRPC need no password; Workbench's own connections need a password",
+             f"use a private network, or a firewall around the hosts; see {SEE}"),
     ]  # fmt: skip
 
 
@@ -431,7 +432,7 @@ def _versions(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "fail",
             ", ".join(other),
-            f"install the same versions on this host, for {host.facts['executable']}",
+            f"on {host.name}, install this machine's versions for {host.facts['executable']}",
             {"versions": theirs},
         )
     shown = ", ".join(f"{n} {v}" for n, v in theirs.items() if v)
@@ -487,7 +488,7 @@ def _user(here: Host, host: Host) -> tuple[Any, ...]:
     mine, theirs = here.facts["uid"], host.facts["uid"]
     if mine != theirs:
         return "warn", f"uid {theirs} on the host, {mine} on this machine", (
-            "use the same uid; otherwise files in a shared folder belong to another user"
+            "use one uid on both machines: in a shared folder, files belong to a uid, not to a name"
         )  # fmt: skip
     return "ok", f"uid {mine}"
 

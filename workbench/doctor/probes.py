@@ -136,17 +136,19 @@ def _own_pid(child: Child) -> None:
 def _matmul(child: Child, torch: Any, gpus: int) -> None:
     what = "matrix products and convolutions on each GPU"
     with child.trying(
-        "gpu.matmul", what, "run with CUDA_LAUNCH_BLOCKING=1; look for Xid in `dmesg`"
+        "gpu.matmul",
+        what,
+        "run CUDA_LAUNCH_BLOCKING=1 workbench doctor; look for Xid errors in `dmesg`",
     ):
         worst = {i: compute(torch, f"cuda:{i}")[0] for i in range(gpus)}
         wrong = [
-            f"results of GPU {i} differ by {off:.1e} from the CPU"
+            f"results of GPU {i} differ by {off:.1e} from those of the CPU"
             for i, off in worst.items()
             if not off < 1e-9
         ]
         if wrong:
             child.say("fail", "gpu.matmul", what, "; ".join(wrong),
-                      "exclude this GPU: its results cannot be trusted")  # fmt: skip
+                      "exclude this GPU with CUDA_VISIBLE_DEVICES")  # fmt: skip
         else:
             child.say("ok", "gpu.matmul", what,
                       f"{gpus} of {gpus} GPUs give the same results as the CPU",
@@ -396,7 +398,8 @@ def nccl(child: Child) -> None:
             child.say("ok" if took_s < ABORT_S else "fail", "gpu.abort",
                       "aborting an NCCL collective", f"the abort took {took_s:.2f} s",
                       "" if took_s < ABORT_S
-                      else "no action needed: after an interrupt, Workbench replaces the engines",
+                      else "no action needed: Workbench replaces engines that do not end an "
+                      "interrupted cell in time",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()
@@ -449,7 +452,8 @@ def tensorflow(child: Child) -> None:
         used = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
         good = off < 1.0 and used < 1 << 30  # TF32 can round products of 512 terms
         child.say("ok" if good else "warn", "gpu.tensorflow", what,
-                  f"{len(gpus)} GPUs, {used / 1e6:.0f} MB used, difference from the CPU {off:.1e}",
+                  f"{len(gpus)} GPUs, {used / 1e6:.0f} MB used, results differ by {off:.1e} from "
+                  "those of the CPU",
                   used_bytes=used)  # fmt: skip
 
 

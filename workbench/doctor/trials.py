@@ -64,7 +64,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
               f"{wait_ms:.2f} ms in a step of {quiet['step_s'][0]:.2f} ms",
               wait_ms=wait_ms)  # fmt: skip
     for where in ("forward",) if child.asked["quick"] else ("data", "forward", "backward"):
-        with child.trying(f"{id}.{where}", f"{what}50 ms added in {where} of rank 1"):
+        with child.trying(f"{id}.{where}", f"{what}rank 1 is 50 ms slower in `{where}`"):
             seen = measured(f"slow=1:{FAULT_MS:.0f}ms/{where}")
             wait = seen["sync_wait_s"][0] - quiet["sync_wait_s"][0]
             part = "data_wait_s" if where == "data" else "compute_s"
@@ -74,7 +74,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
                 abs(wait - FAULT_MS) < near and abs(own - FAULT_MS) < near and seen["blamed"] > 0.9
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
-                      f"{what}50 ms added in {where} of rank 1",
+                      f"{what}rank 1 is 50 ms slower in `{where}`",
                       f"rank 0 waits {wait:.1f} ms longer, rank 1 itself takes {own:.1f} ms "
                       f"longer, rank 1 is the straggler in {seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
@@ -178,7 +178,7 @@ def checkpoints(child: Child) -> None:
     from ..notebook.session import resume
 
     place = places(child)[0]
-    what = f"{place.title}: checkpoint at step 10, resumed until step 20"
+    what = f"{place.title}: 10 steps, then resumed from the checkpoint until step 20"
     with (
         child.trying("checkpoints.resume", what),
         tempfile.TemporaryDirectory() as folder,

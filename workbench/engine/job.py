@@ -292,8 +292,8 @@ def _described(folder: Path) -> About:
     if version != FORMAT:
         raise PlanError(
             "The job was written by another version of Workbench.",
-            seen=version,
-            allowed=FORMAT,
+            seen=f"format {version}",
+            allowed=f"format {FORMAT}",
             next_step="install Workbench from the wheel in the job's folder",
             code="WB-PLAN-195",
         )

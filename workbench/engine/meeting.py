@@ -79,10 +79,10 @@ class Surroundings:
             store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
             attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
             if not 0 <= rank < world_size:
-                raise ValueError(f"RANK={rank} of WORLD_SIZE={world_size}")
+                raise ValueError(f"RANK={rank}, but WORLD_SIZE={world_size}")
         except (KeyError, ValueError) as error:
             raise PlanError(
-                "RANK is set, but other variables of torchrun are missing or not valid.",
+                "RANK is set, but a variable of torchrun is missing or not valid.",
                 seen=str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
                 next_step="start the script with torchrun; for a single process, unset RANK",

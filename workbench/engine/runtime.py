@@ -144,8 +144,8 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
 
 LOST = (
     "The GPU failed, and this engine can no longer use it. The variables of this engine are lost, "
-    "and a new engine replaces it. Often the cause is a label or an index out of range. Set "
-    "CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that failed."
+    "and a new engine replaces it. Often the cause is a label or an index out of range. To "
+    "see the line that failed, set CUDA_LAUNCH_BLOCKING=1 before you start the cluster."
 )
 
 

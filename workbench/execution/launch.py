@@ -560,8 +560,8 @@ class Recoverer:
             raise RunError(
                 "All workers with the trained weights have died, and there is no checkpoint.",
                 allowed="at least one surviving worker, or --checkpoint DIR",
-                next_step="add --checkpoint DIR: the run can then continue from "
-                "the last checkpoint",
+                next_step="run the cell again with --checkpoint DIR, so that the run can continue "
+                "from a checkpoint",
                 code="WB-RUN-138",
             )
         if not self._origin:

@@ -94,7 +94,7 @@ class RunLog:
             self._write()
         except Exception as error:  # the run continues, and a note tells its user
             self._run.note(
-                f"--log ended before the end of the run: {type(error).__name__}: {error}"
+                f"--log failed before the end of the run: {type(error).__name__}: {error}"
             )
         finally:
             _open.discard(self)

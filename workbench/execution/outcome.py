@@ -126,9 +126,9 @@ def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
     if not (cwd / name).is_dir() and not (cwd / f"{name}.py").is_file():
         return None
     return (
-        f"{name} is in the notebook's folder {cwd}, which does not exist on {host.name}: work in "
-        f"a folder on a shared disk, or copy {name} to each host, or define its functions and "
-        "classes in a %%distributed cell"
+        f"The module {name} is in the notebook's folder {cwd}, which does not exist on "
+        f"{host.name}. Move the notebook to a shared disk, or copy {name} to each host, or define "
+        f"the functions and classes of {name} in a %%distributed cell"
     )
 
 
@@ -274,8 +274,8 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "the name may exist only on another rank, because some strategies put all replicas in "
-            "one engine: run the cell with %%rank 0, or define the name in a %%distributed cell"
+            "run the cell with %%rank 0, or define the name in a %%distributed cell. Some "
+            "strategies run a cell on one engine only, so the other engines may not have the name"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -335,8 +335,8 @@ HONOURED_ANYWAY = frozenset({"seed"})
 _TRAINS = {
     "torch": (
         "a call of wb.fit, wb.prepare or model.fit in the cell",
-        "train with wb.fit, wb.prepare or model.fit. Or remove the strategy, and the cell runs on "
-        "every worker without it",
+        "train with wb.fit, wb.prepare or model.fit. If the cell needs no training, remove the "
+        "strategy from its first line; every worker then runs the cell",
     ),
     "tensorflow": (
         "model.fit, wb.fit, or strategy.run with a step that computes and applies gradients",
@@ -409,8 +409,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if ignored and not any(o.options_read for o in outcomes.values()):
         name = ignored[0]
         return RunError(
-            "The cell's first line sets an option that the cell's own loop does not read, so the "
-            "option had no effect.",
+            "The cell's first line has a flag that the cell's own loop does not read, so the "
+            "flag had no effect.",
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or remove the flag",
@@ -446,12 +446,13 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
     seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
     if updates:
         return RunError(
-            "No step of the loop was recorded: the optimizer took steps without a batch or a loss.",
+            "No step of the loop was recorded: before optimizer.step(), the loop read no batch "
+            "from the prepared loader, or did not call loss.backward().",
             seen=seen,
             allowed="in each step: a batch from the loader that wb.prepare returned, then "
             "loss.backward(), then optimizer.step()",
-            next_step="model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
-            "iterate over that loader",
+            next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
+            "iterate over the loader that wb.prepare returned",
             code="WB-RUN-095",
         )
     return RunError(
@@ -492,8 +493,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(
-        f"In {len(refused)} of {len(runs)} runs, the strategy cannot train this cell; the other "
-        "runs have finished.",
+        f"In {len(refused)} of {len(runs)} runs, the strategy cannot train this cell's model; the "
+        "other runs have finished.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
         next_step=f"remove {'this strategy' if len(reasons) == 1 else 'these strategies'}, or "
         "change the cell",
@@ -553,10 +554,10 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     odd = sorted(end.rank for end in ends if end.digest != usual)
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
-        f"The copies of the model differ at the end of the cell ({who}), because the cell changed "
-        "the model on some ranks only. Workbench keeps rank 0's copy. If you change the "
-        "model, for example by loading its best weights, do this on every rank, or on rank 0 after "
-        "the run."
+        f"At the end of the cell, the model on {who} differs from the other copies, because the "
+        "cell changed the model on some ranks only. Workbench keeps rank 0's copy. If you change "
+        "the model, for example by loading its best weights, do this on every rank, or on rank 0 "
+        "after the run."
     ]
 
 

@@ -233,7 +233,7 @@ def everyone() -> list[Paused]:
 
 
 HELP = (
-    "commands: w, u, d, l, p, pp, a, locals, n, s, c, q, or any expression; "
+    "pdb commands: w, u, d, l, p, pp, a, locals, n, s, c, q, or any expression; "
     "`rank 2` shows another paused rank, `all c` sends `c` to all paused ranks, "
     "`leave` closes this prompt"
 )

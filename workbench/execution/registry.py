@@ -264,7 +264,7 @@ def load(path: str | Path) -> Run:
     meta, history = store.read_run(folder)
     if "plan" not in meta:
         raise RunError(
-            "The saved run has no plan, because the run's process ended too early.",
+            "The run cannot be loaded: its process ended before it had saved the run's settings.",
             seen=str(folder),
             code="WB-RUN-072",
         )

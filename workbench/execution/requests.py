@@ -547,11 +547,11 @@ class FarFiles:
                 told["resume_name"] = run.resume_from
         except (ClusterError, OSError) as error:
             raise RunError(
-                f"The run's initial weights could not be sent to {host.name}.",
+                f"The run's initial weights or checkpoint could not be sent to {host.name}.",
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
-                next_step=f"free some disk space in {host.facts.folder} on {host.name}, or set "
-                "TMPDIR with --setup 'export TMPDIR=...'. If the weights are on a shared "
-                "disk, Workbench does not send them",
+                next_step=f"free some disk space in {host.facts.folder} on {host.name}, or choose "
+                "another folder: %cluster start --setup 'export TMPDIR=...'. Workbench does not "
+                "send files that are on a shared disk",
                 code="WB-RUN-100",
             ) from error
         return told

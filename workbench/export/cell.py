@@ -231,7 +231,7 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if isinstance(module, str) and module not in ("__main__", "builtins") and called:
         return f"from {module} import {called}{'' if called == name else f' as {name}'}"
     if callable(value) and called:
-        return f"define {name} in this cell, because another cell defines it"
+        return f"copy the definition of {name} from the other cell into this cell"
     return f"write {name} = ... in the cell (in the notebook it is of type {type(value).__name__})"
 
 

@@ -240,10 +240,10 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     if job.framework not in envelope.frameworks:
         others = [one.name for one in ENVELOPES.values() if job.framework in one.frameworks]
         raise PlanError(
-            f"The envelope `{envelope.name}` cannot start a job with {job.framework}.",
+            f"The platform `{envelope.name}` cannot start a job with {job.framework}.",
             seen=f"a job with {job.framework}, {job.processes} processes",
-            allowed=f"envelope {envelope.name} with " + ", ".join(envelope.frameworks),
-            next_step=f"for {job.framework}, use one of these envelopes: " + ", ".join(others),
+            allowed=f"platform {envelope.name} with " + ", ".join(envelope.frameworks),
+            next_step=f"for {job.framework}, use one of these platforms: " + ", ".join(others),
             code="WB-PLAN-223",
         )
     if envelope.limit and resources.nodes > envelope.limit:
@@ -617,8 +617,8 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
             "The job's files are too large for ConfigMaps, which bring them to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
-            next_step="copy the job folder to a PersistentVolumeClaim: volume_claim='NAME'; or "
-            "build an image that contains Workbench: image=..., installed=True",
+            next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'; "
+            "or build an image that contains Workbench and use image=..., installed=True",
             code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]

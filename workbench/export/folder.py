@@ -277,7 +277,7 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
             "The job needs the weights of the run in --init-from, but Workbench does not know the "
             "folder of this run.",
             seen=f"--init-from {plan.init_from}",
-            allowed="a run whose folder is known",
+            allowed="the folder of this run, given as `initial`",
             next_step="use write_job(..., initial=run.folder), or remove --init-from",
             code="WB-PLAN-209",
         )
@@ -315,9 +315,9 @@ def _portable_target(target: str) -> str:
             "The log target contains a user name, a secret, or a path of this machine, so it "
             "cannot be written to the job folder.",
             seen=f"--log {kind}:{shown}",
-            allowed="an address without user name, password and `?...`; not a local path",
-            next_step="set user name and password where the job runs: MLFLOW_TRACKING_USERNAME, "
-            "MLFLOW_TRACKING_PASSWORD",
+            allowed="an address (not a local path) without user name, password or query (`?...`)",
+            next_step="where the job runs, set the environment variables MLFLOW_TRACKING_USERNAME "
+            "and MLFLOW_TRACKING_PASSWORD",
             code="WB-PLAN-213",
         )
     return target
@@ -498,7 +498,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         alone = f"    torchrun --standalone --nproc-per-node {processes} train.py"
         lines += ["On one host:", "", alone, ""]
         lines += [
-            (f"On several hosts, run this command on each host. N times P must be {processes}:"),
+            (f"On N hosts with P processes each (N x P = {processes}), run this on each host:"),
             "",
         ]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
@@ -597,8 +597,8 @@ def read_job(folder: Path) -> JobFolder:
             "This version of Workbench cannot read the job folder, which a newer version wrote.",
             seen=kind[:60],
             allowed=FORMAT,
-            next_step="run pip install -U distributed-workbench, or install the wheel in the "
-            "folder",
+            next_step="run pip install -U distributed-workbench, or install the wheel file "
+            "that is in the folder",
             code="WB-PLAN-219",
         )
     try:

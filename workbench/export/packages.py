@@ -180,8 +180,7 @@ def packed_files(folder: Path) -> bytes:
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
             allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB uncompressed; the compressed files "
             "have a lower limit",
-            next_step="copy the job folder to a PersistentVolumeClaim and give its name: "
-            "volume_claim='NAME'",
+            next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'",
             code="WB-PLAN-262",
         )
     return _zipped({place: path.read_bytes() for place, path in files.items()}) if files else b""

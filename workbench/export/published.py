@@ -242,7 +242,7 @@ def check_options(envelope: Envelope, script: str) -> None:
                         seen=f"--{option}",
                         allowed=", ".join(known[command]),
                         next_step="report this message to the authors of Workbench, because the "
-                        f"envelope `{envelope.name}` is wrong",
+                        f"files for the platform `{envelope.name}` are wrong",
                         code="WB-PLAN-235",
                     )
 
@@ -284,7 +284,7 @@ def check_calls(envelope: Envelope, script: str) -> None:
                 allowed="no function with this name"
                 if parameters is None
                 else ", ".join(parameters),
-                next_step="report this message to the authors of Workbench, because the envelope "
-                f"`{envelope.name}` is wrong",
+                next_step="report this message to the authors of Workbench, because the files "
+                f"for the platform `{envelope.name}` are wrong",
                 code="WB-PLAN-236",
             )

@@ -53,7 +53,7 @@ def train_py(plan: Plan) -> str:
         "Records, logs and weights go to runs/1, runs/2, ... next to this file. run.json contains"
     ]
     lines += [
-        "the plan, requirements.txt lists the packages, and README.md explains the rest.",
+        "the run's settings, requirements.txt lists the packages, and README.md explains the rest.",
         '"""',
         "",
     ]

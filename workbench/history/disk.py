@@ -249,7 +249,7 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         raise RunError(
             "The folder contains no saved run.",
             seen=str(folder),
-            allowed=f"a folder with {META}, as run.save(path) writes it",
+            allowed=f"a folder with {META}, for example a folder that run.save(path) wrote",
             code="WB-RUN-036",
         ) from None
     except (OSError, ValueError) as error:

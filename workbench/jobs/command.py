@@ -63,8 +63,8 @@ def add_job_commands(commands: Any) -> None:
     add_run_arguments(run)
     compare = _command(commands, "compare", "compare each run with the first run (also in CI)")
     compare.add_argument("places", nargs="+", metavar="PLACE",
-        help="a run folder, a job folder (its newest run), or a folder that run.save "
-             "wrote")  # fmt: skip
+        help="a run folder, a job folder (Workbench reads its newest run), or a folder that "
+             "run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
         help='"samples_per_s < 0.95" tests the ratio to the first run; "loss > 0.5 abs" tests '
              "the value itself")  # fmt: skip

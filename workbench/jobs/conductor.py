@@ -73,7 +73,7 @@ EVENTS = "events-rankjob.jsonl"
 """Stream name of the conductor; it is read like those of the ranks."""
 TURN_S = 0.1
 DIED = (
-    "look for the reason in the platform's log (out of memory, time limit, lost host); with "
+    "look for the reason in the platform's log (out of memory, time limit, failed host); with "
     "--checkpoint, a restarted job continues from its checkpoint"
 )
 WORDS_S = 1.0

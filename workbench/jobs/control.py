@@ -166,7 +166,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         if path.is_symlink():
             raise _unsafe(path, "its file is a symbolic link") from None
         raise RunError(
-            "You cannot control this run, because your user cannot read the run's key "
+            "You cannot control this run, because your user cannot read the run's secret key "
             f"({error.strerror}).",
             seen=str(path),
             next_step="repeat the command as the user who started the job, after the job has begun",
@@ -189,7 +189,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             raise ValueError("too short, or too long")
     except ValueError as error:
         raise RunError(
-            "The run accepts no orders, because the run's key is damaged.",
+            "The run accepts no orders, because the run's secret key is damaged.",
             seen=str(path),
             next_step="cancel the job with its platform's own command",
             code="WB-RUN-110",
@@ -199,9 +199,9 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
 
 def _unsafe(path: Path, why: str) -> RunError:
     return RunError(
-        f"The run's key is not safe, so Workbench does not use it: {why}.",
+        f"The run's secret key is not safe, so Workbench does not use it: {why}.",
         seen=str(path),
-        allowed="a file of this user that no other user can read (mode 0600)",
+        allowed="a file of this user that no other user can read or write (mode 0600)",
         next_step="keep job folders on a file system that stores the owner and mode of each file",
         code="WB-RUN-109",
     )

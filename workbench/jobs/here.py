@@ -90,12 +90,13 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help="number of processes (default 1; not with a job folder, which has its own number)",
+        help="number of processes (default 1); not allowed with a job folder, because its "
+        "run.json contains this number",
     )
     add(
         "--strategy",
         metavar="LINE",
-        help="the file contains a cell; LINE is the text after %%%%distributed",
+        help="use this flag if the file contains a cell; LINE is the text after %%%%distributed",
     )
     add(
         "--out",
@@ -105,7 +106,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
-    add("args", nargs=argparse.REMAINDER, help="arguments for the script, as sys.argv")
+    add("args", nargs=argparse.REMAINDER, help="arguments that the script finds in sys.argv")
 
 
 def run_rank(argv: Sequence[str]) -> int:
@@ -207,7 +208,8 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
     source = script.read_text("utf-8")
     request = parse_cell_line(given.strategy, prog="--strategy")
     ignored = {"--seeds": request.seeds, "--to-job": request.to_job, "--plain": request.plain,
-               "another -n": given.n and request.workers not in (None, given.n)}  # fmt: skip
+               "an -n that differs from `workbench run -n`":
+               given.n and request.workers not in (None, given.n)}  # fmt: skip
     if len(request.strategies) != 1 or any(ignored.values()):
         raise PlanError(
             "`workbench run` trains a cell once, under one strategy.",

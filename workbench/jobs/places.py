@@ -255,7 +255,7 @@ class _Streamed:
     @property
     def problem(self) -> str:
         """Why data no longer arrives, or only part of it."""
-        return self._lost or ("some lines are missing" if self._mirror.missing else "")
+        return self._lost or ("some output lines are missing" if self._mirror.missing else "")
 
     def refresh(self) -> None:
         """Fetch new data."""
@@ -423,7 +423,7 @@ class SshPlace(_Streamed):
                 raise self._unsent(self.problem or "the run is over")
             if not self._key:
                 raise RunError(
-                    "You cannot control this run, because your user cannot read the run's key.",
+                    "You cannot control this run: your user cannot read the run's secret key.",
                     seen=self.where,
                     next_step="after the run has begun, follow it as the user who started the job",
                     code="WB-RUN-116",

@@ -192,7 +192,8 @@ class KubeflowProgress:
     def _post(self, status: dict[str, Any]) -> None:
         if urlsplit(self._url).scheme != "https":
             raise RunError(
-                f"{URL} is not an https address, so Workbench does not send the token.",
+                f"The address in {URL} is not an https address, so Workbench does not send the "
+                "token.",
                 code="WB-RUN-123",
             )
         request = urllib.request.Request(
@@ -217,7 +218,9 @@ class KubeflowProgress:
         except urllib.error.HTTPError as error:
             with error:
                 words = _message(error.read(_ANSWER_BYTES)) or error.reason
-            raise RunError(f"The server answers {error.code}: {words}", code="WB-RUN-124") from None
+            raise RunError(
+                f"Kubeflow's server answers {error.code}: {words}", code="WB-RUN-124"
+            ) from None
 
     def _read_token(self) -> str:
         """Return the current token; the kubelet writes new tokens to its file."""

@@ -36,7 +36,7 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "the run's name; if an earlier place has a run of the same name, Workbench adds a "
+    "run": "the run's name; if an earlier run in the command has the same name, Workbench adds a "
     "number: `train (2)`",
     "name": "the run's name without this number",
     "place": "the place as you wrote it",
@@ -191,7 +191,7 @@ def run_folder(place: str | Path) -> Path:
             "There is no such folder.",
             seen=str(place),
             allowed="a run folder, a job folder, or a folder that run.save(path) wrote",
-            next_step="copy the folder to this machine; only `workbench follow` can read ssh://host/dir",
+            next_step="copy the folder to this machine: `workbench compare` cannot read ssh://host/dir",
             code="WB-PLAN-249",
         )
     if runs := runs_in(folder):
@@ -313,8 +313,8 @@ class Condition:
                 return self._told(later, None, None, f"{self.metric} of {first['place']} {words}")
             value = value / base
         held = _COMPARED[self.than](value, self.limit)
-        kind = "value" if self.absolute else "ratio"
-        return self._told(later, value, held, f"the {kind} of {who} is {value:.4g}")
+        what = f"the value of {who}" if self.absolute else f"the ratio of {who} to the first run"
+        return self._told(later, value, held, f"{what} is {value:.4g}")
 
     def _told(
         self, later: Mapping[str, Any], value: float | None, held: bool | None, why: str

@@ -253,7 +253,7 @@ class Check:
             )
         if found.state != "finished":
             self.wrong(
-                f"The run {name!r} is {found.state}, but it must be finished.",
+                f"The state of the run {name!r} is {found.state!r}, but it must be 'finished'.",
                 "run the cell that trains this run again, and wait until the cell has ended",
             )
         return found
@@ -302,8 +302,8 @@ class Check:
         if "late" in found:
             self.wrong(
                 f"The code on the engines did not end within {limit_s:g} s and was interrupted.",
-                "does every receive have a send, in the same order? A worker that receives waits "
-                "forever if no worker sends the message",
+                "does every receive have a matching send, and do both come in the same order? A "
+                "worker that receives waits forever if no worker sends the message",
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))

@@ -193,8 +193,8 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
     if old is not None and (len(old.worker_ids) > engines or old.keeping.kept):
         if old.keeping.kept:
             raise PlanError(
-                "This notebook's cluster was started with --keep, and a lab would delete the "
-                "variables on the engines.",
+                "This notebook's cluster was started with --keep, so the lab does not begin: a lab "
+                "deletes the variables on the engines.",
                 next_step="begin the lab in another notebook, or run %cluster stop first",
                 code="WB-PLAN-045",
             )

@@ -60,7 +60,8 @@ def chooses(request: RunRequest) -> bool:
     besides += [f"several values of {FLAGS[axis.field].long}" for axis in request.several]
     if chosen and (len(request.strategies) > 1 or besides):
         raise PlanError(
-            "The strategy `auto` chooses one strategy and trains one run under it.",
+            "The strategy `auto` chooses one strategy and trains one run, so it does not work with "
+            "other strategies or with flags such as --seeds.",
             seen=", ".join([*request.strategies, *besides]),
             next_step="first run `%%distributed auto` alone, then run the chosen strategy with "
             "these flags",

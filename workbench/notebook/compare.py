@@ -345,10 +345,12 @@ class Calibration:
         shares = f"{self.residual:.2%} of {duration(self.wall_s)}"
         known = self.residual == self.residual
         return (
-            Reading("the others' sync wait", f"{self.read_ms:.1f} ± {self.spread_ms:.1f} ms",
+            Reading("sync wait of all workers except worker 1",
+                    f"{self.read_ms:.1f} ± {self.spread_ms:.1f} ms",
                     f"{self.injected_ms:.0f} ± {within:.0f} ms", abs(self.error_ms) <= within),
-            Reading("worker 1's own wait", milliseconds(self.own_ms), most, self.own_ms <= within),
-            Reading("worker 1 is named as the cause",
+            Reading("sync wait of worker 1", milliseconds(self.own_ms), most,
+                    self.own_ms <= within),
+            Reading("worker 1 is named as the cause of the wait",
                     f"in {self.named_share:.0%} of {self.steps} steps", "at least 95%",
                     self.named_share >= 0.95),
             Reading("time between steps (wall time minus all steps)", shares if known else UNKNOWN,
@@ -362,7 +364,7 @@ class Calibration:
         verdict = (
             "the measurement can be trusted" if self.passed else "do NOT trust the measured waits"
         )
-        title = f"Calibration: injected {self.injected_ms:.0f} ms: {verdict}"
+        title = f"Calibration with a delay of {self.injected_ms:.0f} ms: {verdict}"
         return calibration_table(title, self.readings, self.did)
 
     def to_wire(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
         if final:
             with contextlib.suppress(Exception):
                 sys.stderr.write(
-                    f"note: the output is shown as plain text; the view failed ({error!r})\n"
+                    f"note: the view failed ({error!r}), so the output is shown as plain text\n"
                 )
                 sys.stdout.write(task.board.text() + "\n")
 

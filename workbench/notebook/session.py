@@ -251,7 +251,7 @@ class Session:
         if line.price is not None and len({plan.workers for plan in found}) < 2:
             raise PlanError(
                 "--price needs runs with different numbers of workers.",
-                seen=f"--price {line.price:g}, and {found[0].workers} workers",
+                seen=f"--price {line.price:g}; number of workers in each run: {found[0].workers}",
                 next_step="use -n 1,2,4; for earlier runs use wb.compare(...).scaling(price=...)",
                 code="WB-PLAN-284",
             )

@@ -158,7 +158,9 @@ class Choice:
         """Raise PlanError if no strategy is selected, or a relevant field is wrong."""
         if not self.picks[framework]:
             raise PlanError(
-                "No strategy is selected.", next_step="select one of the cards", code="WB-PLAN-063"
+                "No strategy is selected.",
+                next_step='select a strategy on the tab "Choose"',
+                code="WB-PLAN-063",
             )
         for name, wrong in self.wrong.items():
             owner, _, rest = name.partition(".")
@@ -301,7 +303,7 @@ def check_written_for(recipe: Recipe, framework: str) -> None:
     if recipe.framework not in ("", framework):
         name = {"torch": "PyTorch", "tensorflow": "TensorFlow"}[recipe.framework]
         raise PlanError(
-            f"{recipe.name or recipe.origin} is written for {name}.",
+            f"The recipe {recipe.name or recipe.origin} is written for {name}.",
             seen=framework,
             next_step=f"select {name} above the strategies, or choose another recipe",
             code="WB-PLAN-066",

@@ -256,7 +256,7 @@ class Part(ABC):
             inspect.signature(found.call).bind(**fields)
         except TypeError as error:
             raise PlanError(
-                f"{self.name}.{name} does not take these arguments.",
+                f"The panel's control {self.name}.{name} does not take these arguments.",
                 seen=str(error),
                 code="WB-PLAN-075",
             ) from None

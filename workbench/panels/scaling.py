@@ -113,7 +113,7 @@ class ScalingPart(Part):
         if self._scaled is None:
             raise RunError(
                 "There are no scaling results to save yet.",
-                next_step="run one recipe with several numbers of workers",
+                next_step='type several numbers in the field "Workers" (1,2,4), then press Run',
                 code="WB-RUN-130",
             )
         shown = curves() if self._published else ()

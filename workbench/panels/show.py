@@ -114,7 +114,8 @@ def panel() -> PanelView:
         raise PlanError(
             "The panel needs a notebook.",
             seen="no Jupyter kernel",
-            next_step="open JupyterLab; in scripts: wb.Cluster(...).run(...) and wb.compare(...)",
+            next_step="open a notebook in JupyterLab; in a script, call "
+            "wb.Cluster(...).run(...) and wb.compare(...)",
             code="WB-PLAN-076",
         )
     pump = shared()

@@ -22,7 +22,6 @@ from ..catalog import schedules
 from ..errors import PlanError, WorkbenchError
 from ..history.analysis.steady import rate_of
 from ..shared.record import PARTS
-from .model import CAUSES
 from .predict import Knows, compresses, predict, read
 from .probe import Probe
 
@@ -340,8 +339,10 @@ class Race:
                 why = error.what.rstrip(".")
             else:
                 point = found.points[0]
-                shares = zip(point.share, CAUSES, strict=True)
-                words = ", ".join(f"{share:.0%} {cause}" for share, cause in shares)
+                own, wait, sent = point.share
+                words = (
+                    f"{own:.0%} work, {wait:.0%} waiting for other workers, and {sent:.0%} messages"
+                )
                 return Row(one, "predicted", point.samples_per_s, point.step_s[0], held,
                            f"predicted; a step consists of {words}")  # fmt: skip
         return self._bounded(one, held, why)
@@ -450,7 +451,7 @@ def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
         return "No strategy remains."
     name, rate = winner.candidate.name, winner.samples_per_s[0]
     if winner.known == "bounded":
-        return f"Only {name} remains, and its speed is not known."
+        return f"All strategies except {name} were left out, and the speed of {name} is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
     words += f": {_rate(rate)} samples/s, {winner.known}"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)

@@ -206,14 +206,14 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
         raise PlanError(
             "There is no run from which a prediction can be made.",
             allowed="one or more finished runs",
-            next_step="first run %%distributed mirrored -n 2 --steps 100, then call run.predict(8)",
+            next_step="train with %%distributed mirrored -n 2 --steps 100, then use run.predict(8)",
             code="WB-PLAN-291",
         )  # fmt: skip
     probes = [Probe.of(run) for run in runs]
     links = {probe.link for probe in probes if probe.workers > 1}
     if len(links) > 1:
         raise PlanError(
-            "The runs had different simulated links, so they cannot be combined.",
+            "One prediction cannot use runs that had different simulated links.",
             seen=", ".join("no simulated link" if one is None else one.text for one in links),
             next_step="predict from runs with the same --inject bandwidth and latency",
             code="WB-PLAN-292",
@@ -256,7 +256,8 @@ def target_setting(
     same = entry.name == base.setting.entry.name
     if entry.name == "model_split" and not same:
         raise PlanError(
-            "Only a run of model_split shows how the model is divided into stages.",
+            "Only a run of model_split shows how the model is divided into stages. So Workbench "
+            "cannot predict model_split from this run.",
             seen=base.setting.entry.name, next_step="run %%distributed model_split -n 2 --steps "
             "100, and predict from this run",
             code="WB-PLAN-296",
@@ -506,8 +507,8 @@ class Knows:
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "The prediction assumes that the backward pass takes two thirds of the computation "
-                "time. During the backward pass, the workers already send gradients in buckets."
+                "The workers already send gradients during the backward pass, in buckets. The "
+                "prediction assumes that this pass takes two thirds of the computation time."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
             found.append(
@@ -594,8 +595,8 @@ def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
     for run in runs:
         if run.plan.strategy != found.strategy:
             raise PlanError(
-                "The measured run has another strategy, so it cannot be compared with the "
-                "prediction.",
+                "The measured run and the prediction have different strategies, so they cannot be "
+                "compared.",
                 seen=f"{run.name}: {run.plan.strategy}", allowed=found.strategy,
                 code="WB-PLAN-311",
             )  # fmt: skip

@@ -74,8 +74,7 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     name = _name(plan.checkpoint)
     if resume_from:
         raise PlanError(
-            "The last checkpoint in the folder is not the checkpoint from which this run would "
-            "continue.",
+            "This run would not continue from the last checkpoint in its checkpoint folder.",
             seen=f"{plan.checkpoint}: run {name} at step {last.step}",
             next_step=f"wb.resume({plan.checkpoint!r}) continues from step {last.step}; or "
             "write to another folder with checkpoint='DIR'",

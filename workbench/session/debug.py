@@ -135,7 +135,7 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
         f"VS Code, launch.json:\n{json.dumps(entry, indent=2)}\n"
         f"From another machine: ssh -L {port}:127.0.0.1:{port} {host}\n"
         "While VS Code is attached, breakpoint() stops in VS Code. debugpy needs no password: "
-        "anyone who has an account on this machine can attach."
+        f"anyone who has an account on {host} can attach."
     )
 
 

@@ -76,7 +76,7 @@ class Queue:
             if self._closed:
                 raise ClusterError(
                     f"The queue does not accept new plans, because {CLOSED}.",
-                    next_step="start another cluster",
+                    next_step="start a cluster with %cluster start, and add the plans to its queue",
                     code="WB-CLUSTER-041",
                 )
             items = self._line.add([plans] if isinstance(plans, Plan) else plans)

@@ -195,7 +195,7 @@ def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
     return RunError(
         f"The checkpoint of step {one.step} is damaged.",
         seen=f"{one.path}: {', '.join(found[:_MOST_FAULTS])}{more}",
-        allowed="a checkpoint whose files are unchanged",
+        allowed="a checkpoint with unchanged files",
         next_step=_instead(one, found),
         code="WB-RUN-003",
     )
@@ -295,7 +295,7 @@ def _writable(folder: str) -> str:
     path = Path(os.path.expanduser(folder)).absolute()
     if path.exists() and not path.is_dir():
         raise PlanError(
-            "The checkpoint folder is a file.",
+            "The checkpoint path must be a folder, but it is a file.",
             seen=str(path),
             next_step="use --checkpoint with another folder",
             code="WB-PLAN-016",

@@ -111,7 +111,7 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
     return ClusterError(
         f"There is no free port on {host or 'this host'}.",
         seen=f"{which}: {reason}",
-        allowed="one free port for each server, each TensorFlow worker and the store",
+        allowed="one free port for each server, each TensorFlow worker, and PyTorch's TCPStore",
         next_step="allow more ports: %cluster start --ports FIRST-LAST",
         code="WB-CLUSTER-046",
     )

@@ -100,7 +100,7 @@ class Plan(RunSettings):
             raise PlanError(
                 f"Strategy {self.entry.name} cannot change its number of workers during a run.",
                 seen=self.entry.name,
-                allowed=f"one of these strategies: {able}",
+                allowed=f"strategy {able} in PyTorch",
                 next_step="call run.stop(), then run the cell again with another -n",
                 code="WB-PLAN-322",
             )
@@ -230,9 +230,9 @@ def make_plan(
         raise PlanError(
             "--spares is useful only if the run can heal after a worker's death.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal (the default with --spares), with one of these strategies: "
+            allowed="--on-failure heal (the default with --spares), in PyTorch with strategy "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
-            next_step="remove --on-failure, or remove --spares",
+            next_step="remove --spares, or use --on-failure heal with an allowed strategy",
             code="WB-PLAN-331",
         )
     _check_on_failure(entry, on_failure, count, chosen)
@@ -425,12 +425,12 @@ def _check_on_failure(
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
         why = entry.unhealed or (
             "TensorFlow cannot replace workers during a run" if entry.framework == "tensorflow"
-            else "its workers cannot be replaced"
-        )  # fmt: skip
+            else "its workers cannot be replaced")  # fmt: skip
         raise PlanError(
             f"A run of strategy {entry.name} cannot heal after a worker's death: {why}.",
             seen="--on-failure heal",
-            allowed=f"`heal` under {able}; `stop`, `continue`, or `replace` with --checkpoint DIR",
+            allowed=f"`stop`; {'`continue`; ' * (count > 1 and not entry.one_engine)}"
+            f"`replace` with --checkpoint DIR; `heal` in PyTorch with one of: {able}",
             next_step="use --checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
         )
@@ -438,7 +438,7 @@ def _check_on_failure(
     if together == count > 1:
         raise PlanError(
             f"This run of strategy {entry.name} cannot heal after a worker's death. All workers "
-            "form one pipeline, so no other worker has the same stage.",
+            "form one pipeline, so no other worker has the stage of the dead worker.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
             allowed="`heal` with two pipelines or more; `stop`; `replace` with --checkpoint DIR",
             next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
@@ -448,8 +448,8 @@ def _check_on_failure(
         if settings[name] == value:
             raise PlanError(
                 f"With {name}={value}, a run of strategy {entry.name} cannot heal after a "
-                "worker's death. One server may have counted a push that the other servers "
-                "never receive.",
+                "worker's death. One server may have counted the dead worker's last push, but "
+                "the other servers never receive this push.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"`heal` without {name}={value}; `stop`; `replace` with --checkpoint DIR",
                 next_step=f"remove -o {name}={value}",

@@ -135,7 +135,7 @@ class RunRequest(RunSettings):
         argument="steps",
         read=number("--steps"),
         several=True,
-        help="overrides the cell's length: number of optimizer steps instead of epochs",
+        help="overrides the cell's number of steps or epochs: N optimizer steps",
         without="the argument of `wb.fit`",
         example="%%distributed mirrored --steps 200",
     )
@@ -258,7 +258,7 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with `auto`: time limit in seconds for all short runs together",
+        help="with `auto`: time limit in seconds for all short runs that compare strategies",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -484,7 +484,8 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
     raise PlanError(
         f"Strategy {entry.name} cannot give a slow worker a smaller share: {why}.",
         seen=f"--on-straggler {what}",
-        allowed=f"`wait`; in PyTorch `{what}` under {', '.join(names)}",
+        allowed=f"`wait`; in PyTorch also `{what}` with one of these strategies: "
+        f"{', '.join(names)}",
         next_step="remove --on-straggler, or use an allowed value",
         code="WB-PLAN-325",
     )
@@ -497,7 +498,8 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
         raise PlanError(
             f"Strategy {entry.name} cannot add a new worker while the other workers train.",
             seen="--on-straggler replace",
-            allowed=f"`replace` under {able}; `wait`" + ("; `shed`" if entry.sheds else ""),
+            allowed=f"`replace` in PyTorch with strategy {able}; `wait`"
+            + ("; `shed`" if entry.sheds else ""),
             next_step="remove --on-straggler, or use an allowed value",
             code="WB-PLAN-326",
         )

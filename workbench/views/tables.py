@@ -331,11 +331,11 @@ def _figures(run: RunSummary) -> list[str]:
     # Workers that take the next free step can exceed their share; "27 of 20" would be confusing.
     of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
     exceeds = not run.joined and run.total_steps and run.steps > run.total_steps
-    whose = " (busiest worker)" if exceeds else ""
+    whose = " (by the busiest worker)" if exceeds else ""
     lines = [
         f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
         f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
-        f"{milliseconds(run.step_s * 1e3)}, of which {percent(run.compute_share)} is compute.",
+        f"{milliseconds(run.step_s * 1e3)}, and compute is {percent(run.compute_share)} of it.",
         f"Over all steps (the table also counts all steps): {number(run.all_per_s)} samples/s.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
@@ -356,11 +356,11 @@ def _figures(run: RunSummary) -> list[str]:
 
 
 def _change(change: Mapping[str, Any]) -> str:
-    """Return the step, the event and the number of remaining workers: `step 60: rank 1 died (2
-    workers)`.
+    """Return the step, the event and the number of remaining workers: `step 60: rank 1 died (then
+    2 workers)`.
     """
     words = text.change_words(str(change["event"]), change["ranks"])
-    return f"step {change['step']}: {words} ({_count(change['workers'], 'worker')})"
+    return f"step {change['step']}: {words} (then {_count(change['workers'], 'worker')})"
 
 
 def _warmed(run: RunSummary) -> str:
@@ -380,7 +380,7 @@ def _believed(run: RunSummary) -> str:
 def _sent(run: RunSummary) -> str:
     """Return the bytes that a run sent, or that they were not measured."""
     known = math.isfinite(run.sent_bytes)
-    return f"; sent {size(run.sent_bytes)}" if known else "; bytes sent are not measured"
+    return f"; sent {size(run.sent_bytes)}" if known else "; the sent bytes were not measured"
 
 
 def _held_bytes(held: Mapping[str, Any]) -> float:

@@ -115,7 +115,7 @@ def worker_label(worker: Worker) -> str:
 
 
 def progress(snapshot: Snapshot) -> str:
-    """Return how far the run is: `step 120 of 400`, or `steps 70 to 120 of 400` of its workers.
+    """Return how far the run is: `step 120 of 400`, or `workers at steps 70 to 120 of 400`.
 
     The last rows of a killed worker can be lost, so a failed run has only `2 of 40 steps recorded`.
     The total is left out if a worker took more than its share of the steps.
@@ -124,7 +124,7 @@ def progress(snapshot: Snapshot) -> str:
         of = f" of {snapshot.total_steps}" if snapshot.total_steps is not None else ""
         return f"{snapshot.step}{of} steps recorded"
     least, most = snapshot.least_step, snapshot.step
-    found = f"step {most}" if least == most else f"steps {least} to {most}"
+    found = f"step {most}" if least == most else f"workers at steps {least} to {most}"
     if snapshot.total_steps is None or most > snapshot.total_steps:
         return found
     return f"{found} of {snapshot.total_steps}"
@@ -185,7 +185,7 @@ def left_out(snapshot: Snapshot, shown: int) -> str:
 def dropped(snapshot: Snapshot) -> str:
     """Return the number of lost records in words; empty if none was lost."""
     many = snapshot.dropped
-    return f"{number(many)} step records lost: totals are too small" if many else ""
+    return f"{number(many)} step records were lost, so the totals are too small" if many else ""
 
 
 def findings(snapshot: Snapshot) -> list[str]:

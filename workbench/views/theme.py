@@ -179,7 +179,7 @@ class Picture(ABC):
         """Return the drawing for a page, with its text in a fold."""
         return (
             f'<div style="max-width:100%">{self.canvas().svg()}'
-            '<details style="font-size:12px"><summary>The same as text</summary>'
+            '<details style="font-size:12px"><summary>This figure as text</summary>'
             f'<pre style="white-space:pre-wrap">{html.escape(self.text())}</pre></details></div>'
         )
 

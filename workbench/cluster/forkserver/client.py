@@ -109,8 +109,8 @@ class WarmParent:
             possible, reason = can_fork(self.framework)
             if not possible:
                 raise ClusterError(
-                    "Engines cannot be forked from a warm parent, a process that has loaded the "
-                    "framework.",
+                    "Engines cannot be forked from a warm parent (a process that has already "
+                    "imported the framework).",
                     seen=reason,
                     code="WB-CLUSTER-020",
                 )
@@ -456,7 +456,7 @@ class WarmParent:
         if self._process is not None and not self._stopped:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"the warm parent (pid {end.pid}): {end.text}"
+            parent = f"the warm parent (pid {end.pid}), which forks engines: {end.text}"
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))

@@ -530,7 +530,8 @@ def _enter_folder(path: str) -> None:
         os.chdir(path)
     except OSError as error:
         sys.stderr.write(
-            f"The engine cannot use the working directory {path} ({error}). It uses /.\n"
+            f"The engine cannot use the working directory {path} ({error}). "
+            "The engine uses / instead.\n"
         )
         os.chdir("/")
 

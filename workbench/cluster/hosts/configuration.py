@@ -197,7 +197,7 @@ def check_keep(launcher: str) -> None:
     """Raise PlanError if engines of this launcher should outlive the notebook."""
     if launcher != LOCAL:
         raise PlanError(
-            "Only engines on this machine can continue after the notebook has ended.",
+            "Only engines on this machine can continue after the notebook's kernel has ended.",
             seen=f"--keep --launcher {launcher}",
             allowed="--keep without --launcher",
             next_step="remove --keep, and save the training with --checkpoint",
@@ -249,7 +249,7 @@ def _no_class(name: str, why: str) -> PlanError:
         "The launcher's class cannot be imported.",
         seen=f"{name}: {why}",
         allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
-        next_step="make the class importable in the notebook, then start the cluster",
+        next_step="check that the notebook can import this class, then start the cluster",
         code="WB-PLAN-184",
     )
 
@@ -294,13 +294,14 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
         )
     slots = [host.slots for host in settings.on]
     if slots and all(slots) and sum(slots) < engines:
+        more = [slots[0] + engines - sum(slots), *slots[1:]]
+        hosts = ",".join(f"{one.name}:{n}" for one, n in zip(settings.on, more, strict=True))
         raise PlanError(
             "The hosts have too few slots. Each engine needs one slot.",
             seen=f"{sum(slots)} slots for {engines} engines",
             allowed=f"at least {engines} slots on all hosts together; a host without `:SLOTS` has "
             "no limit",
-            next_step=f"%cluster start {sum(slots)}, or give more slots: --on "
-            f"{settings.on[0].name}:{settings.on[0].slots + engines - sum(slots)}",
+            next_step=f"start at most {sum(slots)} engines, or give more slots: --on {hosts}",
             code="WB-PLAN-169",
         )
     if settings.nodes > engines:
@@ -308,7 +309,7 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
             "There are more nodes than engines, so some nodes would have no engine.",
             seen=f"--nodes {settings.nodes} for {engines} engines",
             allowed=f"--nodes 1 to {engines}",
-            next_step=f"%cluster start {settings.nodes}",
+            next_step=f"start {settings.nodes} engines, or use --nodes {engines}",
             code="WB-PLAN-177",
         )
 
@@ -467,7 +468,7 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
                 "The list of hosts is invalid.",
                 seen=f"{text or 'nothing between two commas'!s} in {one.shown}",
                 allowed="names or addresses with commas between them: host, host:4 (four engines)"
-                " or user@host:4; put a port or a key into ~/.ssh/config",
+                " or user@host:4; ports and ssh keys belong in ~/.ssh/config",
                 next_step="--on node1:4,user@node2:4",
                 code="WB-PLAN-167",
             )
@@ -578,10 +579,12 @@ def _checked_options(one: Given, launcher: str) -> dict[str, str]:
         if name in TAKES.get(launcher, ()) or (launcher == SSH and not value):
             own = launcher != SSH or name in TAKES[SSH]
             raise PlanError(
-                f"The option {key} has its own flag." if own else f"{key} needs a value.",
+                f"The launcher's option {key} must be given with its own flag."
+                if own
+                else f"The launcher's option {key} needs a value.",
                 seen=one.shown,
                 allowed=f"--{key} {value}".strip() if own else f"{key}=value, as for ssh -o",
-                next_step=f"remove {key} from the launcher's options"
+                next_step=f"remove {key} from the launcher's options, and use its own flag"
                 if own
                 else f"`man ssh_config` explains the option {key}",
                 code="WB-PLAN-182",

@@ -193,7 +193,8 @@ class HostDevices:
             return f"{'; '.join(words)}, so all workers compute on the CPU.{step}"
         if len(kinds) > 1 and not auto:
             raise PlanError(
-                "The hosts have different kinds of GPUs, so the workers cannot form a group.",
+                "The hosts have different kinds of GPUs, so the workers cannot form a process "
+                "group.",
                 seen="; ".join(f"{names[room]}: {one.kind}" for room, one in each.items()),
                 allowed="GPUs of one kind",
                 next_step="use --devices cpu, or hosts with GPUs of one kind",
@@ -201,7 +202,10 @@ class HostDevices:
             )
         if len(kinds) > 1:
             both = " and ".join(kinds)
-            return f"GPUs of different kinds ({both}) cannot form a group, so workers use the CPU."
+            return (
+                f"Workers on GPUs of different kinds ({both}) cannot form a process group, so all "
+                "workers compute on the CPU."
+            )
         if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
             return "MIG instances cannot form an NCCL group, so all workers compute on the CPU."
         return None

@@ -120,7 +120,7 @@ def address_of(name: str) -> str:
             seen=f"{name}: {error}",
             allowed="a name that this machine can resolve, an address, or a host in ~/.ssh/config",
             next_step=f"try `ssh {name}` in a terminal; if the host is behind a jump host, give "
-            "the notebook's address with --listen",
+            "the address of the notebook's machine with --listen",
             code="WB-CLUSTER-060",
         ) from error
 
@@ -284,7 +284,7 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
         return ClusterError(
             f"ssh cannot connect to {host}.",
             seen=last.splitlines()[-1],
-            next_step=f"make `ssh {host} true` work in a terminal without a password",
+            next_step=f"change ssh's settings until `ssh {host} true` works without a password",
             code="WB-CLUSTER-079",
         )
     return ClusterError(

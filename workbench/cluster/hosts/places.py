@@ -160,8 +160,8 @@ class HostedEngines:
         return ClusterError(
             f"Only {found} of {wanted or 'all'} hosts answered within {waited_s:.0f} s.",
             seen=names,
-            next_step="check for a firewall between hosts and this machine (--ports, --listen), or "
-            "run `workbench doctor --on HOST`",
+            next_step="check whether a firewall blocks connections from the hosts to this machine "
+            "(--ports, --listen), or run `workbench doctor --on HOST`",
             code="WB-CLUSTER-067",
         )
 

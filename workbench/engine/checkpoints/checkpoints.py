@@ -102,8 +102,8 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint does not belong to this cell, because the cell took a different "
-                "number of steps before this training.",
+                "The checkpoint does not belong to this cell: the cell that wrote it took a "
+                "different number of steps before this training.",
                 seen=f"{self.context.trained} steps in this cell, and {about['base']} steps in the "
                 "cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
@@ -122,7 +122,7 @@ class Checkpoints:
             FitError: The model or its optimizer has a different form.
             RunError: The checkpoint cannot be read.
         """
-        assert self.start is not None, "there is a checkpoint to continue from"
+        assert self.start is not None, "the run must continue from a checkpoint"
         assert self._strategy is not None, "enter comes first"
         path, about = Path(self.start.path), self.start.about
         strategy, spec = self._strategy, self.context.spec
@@ -170,7 +170,7 @@ class Checkpoints:
         workers = (
             ""
             if then == spec.world_size
-            else f" (workers: {then} when it was saved, now {spec.world_size})"
+            else f" (number of workers: {then} before, {spec.world_size} now)"
         )
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         self.context.emit(events.Noted(rank=0, text=text))
@@ -183,7 +183,7 @@ class Checkpoints:
         except Exception as error:  # damage that the format's own reader found
             if isinstance(error, RunError):
                 raise
-            assert self.start is not None, "there is a checkpoint to continue from"
+            assert self.start is not None, "the run must continue from a checkpoint"
             what = f"{folder.name} cannot be read ({type(error).__name__}: {error})"
             raise checkpoints.refusal(self.start, [what]) from error
 
@@ -231,7 +231,7 @@ class Checkpoints:
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
             return False
-        assert self._writer is not None, "a folder exists if checkpoints are written"
+        assert self._writer is not None, "a run with checkpoints must have a folder for them"
         began = clock()
         self._writer.wait()
         strategy, spec = self._strategy, self.context.spec

@@ -43,10 +43,11 @@ def blind(path: str, token: str) -> str:
             if Path(path).read_text() == token:
                 os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=Path(path).parent))
                 return ""
-            why = "a different folder has this path"
+            why = "on this host, the path is a different folder"
         except FileNotFoundError:
             there = Path(path).parent.is_dir()
-            why = "a different folder has this path" if there else "it does not exist"
+            why = "on this host, the path is a different folder"
+            why = why if there else "the folder does not exist on this host"
         except OSError as error:
             why = error.strerror or type(error).__name__
         if time.monotonic() > end_s:

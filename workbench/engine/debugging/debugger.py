@@ -321,7 +321,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     elif asks is not None:
         reason = "this rank is already paused"
     raise RunError(
-        f"{name} cannot read an answer on this engine: {reason}.",
+        f"{name} cannot read an answer here: {reason}.",
         seen=str(prompt),
         next_step=f"call {name} in a cell without %%distributed, then copy the value to the "
         "engines with %push",

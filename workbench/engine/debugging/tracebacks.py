@@ -301,7 +301,7 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the inner sizes {0} and {1} differ. If this is a `Linear` layer, its input has {0} "
+        "the inner sizes {0} and {1} differ. If a `Linear` layer failed, its input has {0} "
         "features: write nn.Linear({0}, ...), or put nn.Flatten() before this layer",
     ),
     (
@@ -330,8 +330,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\(\w+,\), output\.shape=(\(\w+, \w+, [\w, ]+\))",
-        "the model's output {0} has too many axes for class numbers: begin the model with "
-        "keras.layers.Flatten()",
+        "the labels are class numbers, but the model's output {0} has too many axes: begin the "
+        "model with keras.layers.Flatten()",
     ),
     (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
@@ -377,8 +377,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
-        "class {0} needs its own output: the last layer has {1} outputs, for the classes 0 "
-        "to {1} - 1; give this layer more outputs, or number the labels from 0",
+        "class {0} needs its own output: the last layer has {1} outputs, for class numbers "
+        "below {1}; give this layer more outputs, or number the labels from 0",
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
@@ -402,7 +402,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
         "use this worker's variable `device`: x.to(device). An engine sees only the GPUs that are "
-        "assigned to it, and they are numbered from 0",
+        "assigned to it, and numbers these GPUs from 0",
     ),
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
@@ -422,8 +422,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
-        "CUDA sees no GPU: run nvidia-smi in the same container, check CUDA_VISIBLE_DEVICES, then "
-        "run %cluster restart; to train without a GPU, run %cluster start --devices cpu",
+        "CUDA sees no GPU: run nvidia-smi where the engine runs, check CUDA_VISIBLE_DEVICES, then "
+        "run %cluster restart. To train without a GPU, run %cluster start --devices cpu",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
@@ -474,14 +474,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"ncclUnhandledCudaError|unhandled cuda error",
-        "NCCL reported a CUDA error: most often the memory of the GPU or the shared memory was "
-        "full (docker run --shm-size=2g). If you set NCCL_DEBUG=WARN before you start the cluster, "
-        "the engine's log names the cause",
+        "NCCL reported a CUDA error: most often, the GPU's memory or the shared memory is full "
+        "(docker run --shm-size=2g). If NCCL_DEBUG=WARN is set when the cluster starts, the "
+        "engine's log names the cause",
     ),
     (
         r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"
         r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|OOM when allocating",
-        "use a smaller batch, or a strategy that spreads the model: sharded, model_split. The "
+        "use a smaller batch, or a strategy that divides the model: sharded, model_split. The "
         "failed cell's variables and activations are kept for %cluster debug until the next cell "
         "begins. %cluster free deletes them, and the variables of earlier cells",
     ),
@@ -509,8 +509,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "read the error of the rank that closed the connection. If that rank shows no error, its "
-        "loop was shorter: all ranks must take the same number of steps",
+        "read the error of the rank that closed the connection. If that rank shows no error, it "
+        "took fewer steps than the others: all ranks must take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",

@@ -234,7 +234,7 @@ class ControlLink:
     def _stumbled(self) -> None:
         self.faults += 1
         if self.faults <= MOST_TOLD:
-            log.exception("The control link of engine %d continues after this error", self._engine)
+            log.exception("Engine %d keeps its link to the kernel after this error", self._engine)
         time.sleep(DRAIN_S)  # an immediate error must not repeat in every iteration
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> Any:

@@ -58,8 +58,8 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
         raise PlanError(
             "`source` must be a path or a function.",
             seen=type(source).__name__,
-            allowed="the path of a file, or a function that returns None, True, or the seconds "
-            "until this host ends",
+            allowed="the path of a file, or a function that returns None, True, or the number "
+            "of seconds until this host is shut down",
             code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:

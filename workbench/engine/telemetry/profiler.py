@@ -176,7 +176,10 @@ def gate(spec: RunSpec, note: Callable[[str], object]) -> Gate:
     module = importlib.import_module(f"workbench.engine.{spec.framework}.support")
     folder = run_folder(spec.run_dir, spec.run_id)
     if folder is None:
-        note("No profile: Workbench does not copy files from this engine's machine.")
+        note(
+            "No profile: this engine is on another machine, and Workbench cannot copy files from "
+            "there."
+        )
         return Gate()
     path = folder / PROFILES / _name(spec)
     start, stop = spec.profile

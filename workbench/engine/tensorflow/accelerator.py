@@ -48,8 +48,8 @@ MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 GREEDY = (
-    "TensorFlow had started before this run and takes nearly all memory of {gpus} until the "
-    "engine ends. To free this memory: %cluster restart."
+    "TensorFlow started before this run, and keeps nearly all memory of {gpus} until the engine "
+    "ends. To free this memory, run %cluster restart."
 )
 
 

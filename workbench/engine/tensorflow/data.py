@@ -104,7 +104,7 @@ def batch_length(batch: Any) -> int:
     leaves = tf.nest.flatten(batch)
     if not leaves or not np.ndim(leaves[0]):
         raise FitError(
-            "A batch must contain an array, whose first dimension is the number of samples.",
+            "A batch must contain an array with the samples as its first dimension.",
             seen=type(batch).__name__,
             code="WB-FIT-032",
         )

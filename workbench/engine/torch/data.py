@@ -224,7 +224,7 @@ class StreamSource(Source):
                 events.Warned(
                     rank=self._context.spec.rank,
                     text=f"The loader has {count} processes, and each process reads the whole "
-                    f"stream. So samples are used {count} times, or the last samples are never "
+                    f"stream. So each sample is used {count} times, or the last samples are never "
                     "used. Make the data set's __iter__ read a different part in each process "
                     "(torch.utils.data.get_worker_info()), or use num_workers=1.",
                 )
@@ -479,7 +479,7 @@ def batch_length(data: Any) -> int:
         if tensor.dim():
             return len(tensor)
     raise FitError(
-        "A batch must contain a tensor, whose first dimension is the number of samples.",
+        "A batch must contain a tensor with the samples as its first dimension.",
         seen=type(data).__name__,
         next_step="change the collate function: its tensors need the batch as first dimension",
         code="WB-FIT-045",

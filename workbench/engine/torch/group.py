@@ -242,7 +242,7 @@ def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
         raise ClusterError(
-            "The engine does not know the store's address.", seen=spec.run_id, code="WB-CLUSTER-030"
+            "The engine has no address of the TCPStore.", seen=spec.run_id, code="WB-CLUSTER-030"
         )
     host, port = spec.store
     _store_port = port  # an interrupt breaks this connection too, even while it is being made
@@ -592,7 +592,7 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
         "without world_size and rank: both values are in the environment",
         next_step="remove both arguments"
         if size == spec.world_size
-        else f"remove both, or run the cell on {size} workers: %%distributed -n {size}",
+        else f"remove both arguments, or run the cell on {size} workers: %%distributed -n {size}",
         code="WB-CLUSTER-032",
     )
 

@@ -127,7 +127,7 @@ def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
     if not open_ones:
         return None
     name = str(open_ones[0].get("profiling_name", "")).rpartition(":")[2] or "a collective"
-    return DeviceWork(True, f"in {name}, on the device")
+    return DeviceWork(True, f"in {name} on the GPU")
 
 
 def on_updates(watch: Any) -> Callable[[], None]:
@@ -257,13 +257,13 @@ def build_module(model: Any) -> torch.nn.Module:
             "The model is not a torch.nn.Module.",
             seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
             allowed="a module, or a function without arguments that returns a module",
-            next_step="pass the module itself: wb.fit(model, ...)",
+            next_step="pass a module object: model = Net(), then wb.fit(model, ...)",
             code="WB-FIT-059",
         )
     if isinstance(built, torch.nn.parallel.DistributedDataParallel):
         raise FitError(
             "The model is already wrapped in DistributedDataParallel.",
-            next_step="pass model.module, or record the wrapped model with wb.watch",
+            next_step="pass model.module, or train in your own loop and record it with wb.watch",
             code="WB-FIT-060",
         )
     if not any(parameter.requires_grad for parameter in built.parameters()):
@@ -295,7 +295,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
             "`optimizer` must be a torch optimizer or a function.",
             seen=optimizer,
             allowed="a torch.optim.Optimizer, or a function (parameters) -> optimizer",
-            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            next_step="pass optimizer=lambda p: torch.optim.SGD(p, 0.1)",
             code="WB-FIT-063",
         )
 
@@ -313,7 +313,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     if isinstance(scheduler, LRScheduler):
         if scheduler.optimizer is not optimizer:
             raise FitError(
-                "The scheduler belongs to another optimizer.",
+                "The scheduler was not built for the optimizer that wb.fit received.",
                 next_step="pass scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
                 code="WB-FIT-065",
             )
@@ -562,8 +562,8 @@ def check_closure(optimizer: Any) -> None:
             "step. wb.fit computes the loss once.",
             seen=kind.__name__,
             allowed="an optimizer that needs no closure (SGD, Adam, AdamW, ...)",
-            next_step="optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or your own loop with "
-            "wb.prepare under %%distributed one_device",
+            next_step="pass optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or write your own loop "
+            "with wb.prepare under %%distributed one_device",
             code="WB-FIT-046",
         )
 

@@ -134,7 +134,8 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     chosen = dict(metrics or {})
     if chosen and step_fn is not None:
         raise FitError(
-            "`metrics` cannot be used with `step_fn`: a metric needs (output, y).",
+            "`metrics` cannot be used with `step_fn`: a metric needs (output, y), but step_fn "
+            "returns only the loss.",
             seen=", ".join(chosen),
             next_step="use loss=..., or log the numbers in step_fn with wb.log(...)",
             code="WB-FIT-019",
@@ -194,6 +195,14 @@ def check_extras(
         )
 
 
+_EXPLAINED = {
+    "built_optimizer": "an optimizer object instead of a function (built_optimizer)",
+    "own_data": "a separate data set on each worker (own_data)",
+    "uneven_batches": "a last batch with fewer samples (uneven_batches)",
+}
+"""What the features are that are no arguments of `wb.fit`."""
+
+
 def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
     """Raise FitError if the strategy cannot be used this way, or does not support a feature.
 
@@ -216,8 +225,9 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         )
     missing = sorted(set(used) - entry.supports)
     if missing:
+        named = ", ".join(_EXPLAINED.get(one, one) for one in missing)
         raise FitError(
-            f"Strategy {entry.name} does not support {', '.join(missing)}.",
+            f"Strategy {entry.name} does not support {named}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
             next_step="change the call, or choose another strategy: wb.strategies()",
             code="WB-FIT-027",
@@ -230,7 +240,7 @@ def check_own(entry: catalog.Strategy, data: Any, eval_data: Any) -> None:
         raise FitError(
             "eval_data must be the same on all workers.",
             seen="wb.data.own(...)",
-            next_step="pass data that every worker has, or evaluate after wb.fit in the cell",
+            next_step="pass data that every worker has, or evaluate in the cell after wb.fit",
             code="WB-FIT-187",
         )
     if isinstance(data, OwnData):
@@ -334,7 +344,8 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
             events.Warned(
                 rank=context.spec.rank,
                 text="An earlier run has trained this model, so this run does not begin with new "
-                "weights, and comparisons are unfair. Build the model in the cell that trains it.",
+                "weights. Its loss cannot be compared with the loss of other runs. Build the model "
+                "in the cell that trains it.",
                 topic=Topic.TRAINED_BEFORE,
             )
         )

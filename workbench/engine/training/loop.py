@@ -276,8 +276,8 @@ class Training:
                 raise FitError(
                     "The checkpoint was saved with other data or another batch size, so its "
                     "position in the data cannot be used here.",
-                    seen=f"{name} {batches[name]}",
-                    allowed=f"{name} {about[name]}",
+                    seen=f"{name.replace('per_epoch', 'steps per epoch')}: {batches[name]}",
+                    allowed=f"{name.replace('per_epoch', 'steps per epoch')}: {about[name]}",
                     next_step="continue with the data and batch size of the checkpoint",
                     code="WB-FIT-067",
                 )

@@ -163,7 +163,7 @@ class Regrouping:
         self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
             text = (
-                "If a worker dies, this training can continue only after a restart. Reason: "
+                "If a worker dies, the run must start again to continue this training. Reason: "
                 f"{why_not}."
             )
             self.context.emit(events.Noted(rank=0, text=text))
@@ -178,7 +178,8 @@ class Regrouping:
         training = self._training
         if not strategy.regroups:
             return (
-                f"under {self.context.spec.strategy} not every worker has a copy of the whole state"
+                f"under {self.context.spec.strategy}, not every worker has a copy of the whole "
+                "training state"
             )
         if why_not := strategy.bound():
             return why_not
@@ -330,7 +331,9 @@ class Regrouping:
         self._complete(strategy, about, spec.rank)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
-            raise RunError("All workers with the trained state have died.", code="WB-RUN-139")
+            raise RunError(
+                "The trained state is lost: all workers that had it have died.", code="WB-RUN-139"
+            )
         best = max(at)
         self._together, self.lags = best[0], False
         behind = [rank for rank, one in enumerate(at) if _lacks(strategy, one, best)]

@@ -69,8 +69,8 @@ def prepare(
             seen=f"{3 + len(more)} values; after the loader: "
             + ", ".join(type(one).__name__ for one in more),
             allowed="wb.prepare(model, optimizer, loader, keep=[...])",
-            next_step="call schedulers in the loop as before, and pass them as keep=[scheduler] "
-            "if a checkpoint must hold them; read test data with its own loader",
+            next_step="call schedulers in the loop as before; if checkpoints must contain them, "
+            "pass keep=[scheduler]; use the loader of the test data without wb.prepare",
             code="WB-FIT-191",
         )
     fit_arguments.check_supported(context.entry, "prepare", ())
@@ -232,8 +232,8 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed in {framework}: loops are recorded automatically.",
-            next_step="remove wb.watch; in strategy.run, the optimizer sums the replicas' "
-            "gradients",
+            next_step="remove wb.watch; call optimizer.apply_gradients within strategy.run, where "
+            "the optimizer adds up the gradients of all replicas",
             code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")

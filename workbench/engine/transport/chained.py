@@ -178,8 +178,8 @@ class ChainedLink(Link):
                 f"{error.felt}: both servers that stored the same part of the parameters died. "
                 f"The server that died last is {gone.name}.",
                 felt=error.felt,
-                next_step="%cluster restart, and run the cell again. With --checkpoint, the run "
-                "continues automatically from its last checkpoint",
+                next_step="%cluster restart, and run the cell again. With --checkpoint DIR, a run "
+                "continues from its last checkpoint after the death of both servers",
                 code="WB-RUN-140",
             ) from error
         self._link, self._copy = copy, None

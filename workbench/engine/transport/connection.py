@@ -113,7 +113,7 @@ def unpack_head(head: bytes, peer: str) -> tuple[int, int]:
     magic, header_bytes, payload_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
         raise LinkError(
-            f"{peer} sent data that is not a message.", seen=head.hex(), code="WB-RUN-022"
+            f"{peer} sent data that is not a Workbench message.", seen=head.hex(), code="WB-RUN-022"
         )
     return header_bytes, payload_bytes
 
@@ -296,7 +296,9 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
         ) from error
     if not hmac.compare_digest(proof, _proof(key, b"server", name, theirs, mine)):
         raise LinkError(
-            "The process at the server's address does not have the run's key.", code="WB-RUN-015"
+            "The process at the server's address does not belong to this run: it does not have the "
+            "run's secret key.",
+            code="WB-RUN-015",
         )
     sock.settimeout(None)
 

@@ -96,7 +96,9 @@ class Doorway:
         except TimeoutError as error:
             missing = sorted(set(awaited) - set(sockets))
             raise LinkError(
-                "Some workers of this host did not connect.", seen=missing, code="WB-RUN-016"
+                "Some workers on this host did not connect to this worker.",
+                seen=missing,
+                code="WB-RUN-016",
             ) from error
         other = prove_server(sock, key)
         if other is None or other not in awaited or other in sockets:

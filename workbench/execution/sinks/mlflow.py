@@ -155,7 +155,7 @@ def _check_reachable(uri: str) -> None:
             raise PlanError(
                 f"MLflow's server does not answer: {error}.",
                 seen=f"{parts.scheme}://{parts.hostname}:{port}",
-                next_step="start the server (mlflow server), or use another server",
+                next_step="start `mlflow server`, or give the address of another MLflow server",
                 code="WB-PLAN-124",
             ) from error
 

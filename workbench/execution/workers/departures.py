@@ -181,7 +181,7 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
         f"{step} steps.{saved}",
         next_step=f"continue from this checkpoint: wb.resume({folder!r})"
         if folder
-        else "add --checkpoint DIR to save the trained state, or add --on-failure replace or "
-        "--on-failure heal to continue",
+        else "run the cell again with --checkpoint DIR or --on-failure heal: the run then "
+        "continues if a worker has to leave",
         code="WB-RUN-149",
     )

@@ -135,8 +135,8 @@ def diagnose(
     if absent:
         them = f"rank{'s' if len(absent) > 1 else ''} {ranges(absent)}"
         return (
-            f"{waits}, but {them} {'do' if len(absent) > 1 else 'does'} not run this cell. Use "
-            "%%distributed instead of %%rank if all workers must call it"
+            f"{waits}, but {them} {'do' if len(absent) > 1 else 'does'} not run this cell. If all "
+            "workers must take part in this call, use %%distributed instead of %%rank"
         )
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
         return (

@@ -559,7 +559,7 @@ class Healer:
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
-            died = f"{TRIES} new engines for the same worker died."
+            died = f"{TRIES} new engines for {self._run.called(engine)} died."
             self._run.note(f"{died} The run continues without this worker.")
             return
         self._awaited.add(engine)

@@ -550,7 +550,7 @@ def _single(run: RunSummary) -> list[str]:
     if run.first_step:
         found.append(
             f"{run.name} continued an earlier run after {run.first_step} steps. The column "
-            f'"steps" counts only its own {run.steps} steps.'
+            f'"steps" counts only the {run.steps} steps after that.'
         )
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""

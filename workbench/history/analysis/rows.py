@@ -499,9 +499,9 @@ _IF_IT_GROWS = "If the compute time grows in proportion to the batch,"
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"In a step, each worker needs {milliseconds(payoff.work_s)} to compute and to wait for "
-        f"data (1/{plan.workers} of the batch), while {one.name} needs "
-        f"{milliseconds(payoff.one_work_s)} (the whole batch)"
+        f"In a step, each worker needs {milliseconds(payoff.work_s)} to wait for data and to "
+        f"compute (with 1/{plan.workers} of the batch), while {one.name} needs "
+        f"{milliseconds(payoff.one_work_s)} (with the whole batch)"
     )
     why = "Perhaps most of this time does not depend on the batch."
     if share_cores(one, plan):

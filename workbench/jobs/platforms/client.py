@@ -157,16 +157,16 @@ class Platform(Protocol):
 
 _INSTALL = {
     "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its "
-    "environment module before you start Jupyter; or copy the folder to the login node "
-    "and run `sbatch job.sbatch` there",
-    "ssh": "install ssh (Debian: apt-get install openssh-client); or copy the folder to the host "
-    "by hand and run `bash start.sh` on the host",
-    "ray": 'pip install "ray[default]"; or, on a machine with Ray, run: ray job submit '
-    "--working-dir . --runtime-env ray-env.yaml -- python run_ray.py",
+    "environment module before you start Jupyter; or copy the job folder to the login node "
+    "and run `sbatch job.sbatch` in the copy",
+    "ssh": "install ssh (Debian: apt-get install openssh-client); or copy the job folder to the "
+    "host by hand and run `bash start.sh` in the copy",
+    "ray": 'pip install "ray[default]"; or, on a machine with Ray, run in the job folder: '
+    "ray job submit --working-dir . --runtime-env ray-env.yaml -- python run_ray.py",
     "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools); or, on a machine with "
-    "kubectl, run: kubectl create -f trainjob.yaml",
-    "sky": 'pip install "skypilot[...]" for your cloud; or, on a machine with SkyPilot, run: '
-    "sky launch sky.yaml",
+    "kubectl, run in the job folder: kubectl create -f trainjob.yaml",
+    "sky": 'pip install "skypilot[...]" for your cloud; or, on a machine with SkyPilot, run in the '
+    "job folder: sky launch sky.yaml",
 }  # fmt: skip
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")

@@ -109,6 +109,9 @@ class Ray:
         return [*words, "--log-color", "false", "--follow", ticket.id]
 
 
+_LISTS = {"Ray": "ray job list", "Kubernetes": "kubectl get trainjobs", "SkyPilot": "sky status"}
+
+
 def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
     """Return that the platform does not know the job; ClusterError if the client failed."""
     if gone:
@@ -116,7 +119,7 @@ def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
     raise ClusterError(
         f"{platform} does not report the job's state.",
         seen=said.words,
-        next_step="try the platform's client in a terminal",
+        next_step=f"make sure that `{_LISTS[platform]}` works in a terminal",
         code="WB-CLUSTER-093",
     )
 
@@ -146,9 +149,9 @@ class Kubernetes:
             [*_kubectl(self.context, namespace), "create", "-f", "trainjob.yaml", "-o", "name",
              *more],
             "Kubernetes refused the job.",
-            "if a job has this name already: delete that job (kubectl delete -f trainjob.yaml), or "
-            "give your job another name (name=...); if TrainJob is unknown: install Kubeflow "
-            "Trainer",
+            "if Kubernetes already has a job with this name, delete the old job (run `kubectl "
+            "delete -f trainjob.yaml` in the job folder) or give your job another name (name=...); "
+            "if Kubernetes does not know the kind TrainJob, install Kubeflow Trainer",
             cwd=folder,
         )  # fmt: skip
 
@@ -309,7 +312,8 @@ class SkyPilot:
     def cancel(self, ticket: Ticket) -> None:
         """Stop the job's cluster, so that it costs nothing more."""
         must(["sky", "down", "-y", "--async", ticket.id], "SkyPilot did not stop the cluster.",
-             f"run `sky down {ticket.id}` in a terminal: the cluster may cost money")  # fmt: skip
+             f"run `sky down {ticket.id}` in a terminal: the cluster may still cost "
+             "money")  # fmt: skip
 
     def place(self, ticket: Ticket) -> list[str]:
         """Return the command that prints the job's log line by line."""

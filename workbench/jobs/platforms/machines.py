@@ -96,7 +96,7 @@ class Local:
             raise ClusterError(
                 "A job on this machine can have only one node.",
                 seen=f"nodes={resources.nodes}",
-                next_step="use on='slurm', on='ssh' or another platform for more nodes; or nodes=1",
+                next_step="use nodes=1; or use on='slurm', on='ssh' or another platform",
                 code="WB-CLUSTER-085",
             )
         if resources.gpus_per_node > (found := len(discover())):
@@ -273,7 +273,7 @@ class Slurm:
                 code="WB-CLUSTER-087",
             )
         must(
-            ["sbatch", "--test-only", "job.sbatch"], "Slurm's test refused the job.",
+            ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse this job.",
             "run `sinfo` to see the partitions and their limits", cwd=folder,
         )  # fmt: skip
 

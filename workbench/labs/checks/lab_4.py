@@ -319,7 +319,7 @@ def _three(c: Check, n: int, slots: int) -> list[float]:
     c.need(
         len(values) == 3 and all(math.isfinite(value) for value in values),
         f"holds({n}, {slots}) returned {found!r}, but it must return a list of three numbers.",
-        "fill in the three variables in the cell: each number is a multiple of M",
+        "fill in the three variables in the cell, and count in units of M",
     )
     return values
 

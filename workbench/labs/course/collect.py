@@ -190,7 +190,9 @@ def _lab_of(one: HandedIn) -> tuple[int | None, str]:
         except Unreadable as error:
             return None, str(error)
     lab = book.lab if book.lab is not None else book.guessed_lab()
-    why = "The notebook belongs to no lab: it names no lab, and no cell has `# YOUR CODE`."
+    why = (
+        "The notebook belongs to no lab: its metadata names no lab, and no cell has `# YOUR CODE`."
+    )
     return lab, why
 
 

@@ -49,10 +49,14 @@ def add_commands(commands: Any) -> None:
 def add_flags(add: Any) -> None:
     """Add what a course needs to the flags of `workbench grade`."""
     add("--csv", type=Path, metavar="FILE",
-        help="write points to this gradebook; rows of other students do not change")  # fmt: skip
-    add("--roster", type=Path, metavar="FILE", help="CSV file with all students, for the gradebook")
+        help="write the points to this gradebook (a CSV file); its other rows do not "
+             "change")  # fmt: skip
+    add("--roster", type=Path, metavar="FILE",
+        help="CSV file with all students; the gradebook then also gets a row for each student "
+             "without a notebook")  # fmt: skip
     add("--feedback", type=Path, metavar="FOLDER",
-        help="write copies of the notebooks, with points and findings, to this folder")  # fmt: skip
+        help="write copies of the notebooks, with points and the results of the checks, to this "
+             "folder")  # fmt: skip
 
 
 def run(given: argparse.Namespace, notebooks: Path) -> int:

@@ -56,7 +56,7 @@ def read_roster(path: Path) -> dict[str, Student]:
         rows = list(csv.DictReader(io.StringIO(path.read_text("utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PlanError(
-            "The roster cannot be read.", seen=f"{path}: {error}",
+            "The roster (the list of students) cannot be read.", seen=f"{path}: {error}",
             allowed="a CSV file in UTF-8", code="WB-PLAN-337",
         ) from None  # fmt: skip
     found: dict[str, Student] = {}

@@ -91,7 +91,7 @@ def find_out() -> Isolation:
     if not sys.platform.startswith("linux"):
         return Isolation("", f"{sys.platform} has no namespaces")
     if os.getuid() == 0 and not _enters_folders():
-        why = "root has no CAP_DAC_OVERRIDE here, so it cannot enter other users' folders"
+        why = "root has no CAP_DAC_OVERRIDE here, so root cannot enter other users' folders"
         return Isolation("", why)
     why = _tried(Isolation("namespaces", network=False))
     if not why:

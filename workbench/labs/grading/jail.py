@@ -81,7 +81,7 @@ def _bind(source: str, target: str, *, write: bool = False) -> None:
     if not write:
         found = _mounts(os.path.realpath(target))
         if not found:
-            raise OSError(f"{target} is not a mount, so it cannot be made read-only")
+            raise OSError(f"{target} is not a mount point, so it cannot be made read-only")
         for place, flags in found:
             _read_only(place, flags)
 

@@ -300,12 +300,12 @@ _LOOK_AT = {
     "code of others": r"__code__|__globals__|__closure__|setattr\s*\(|__dict__",
     "other processes": r"os\.(?:kill|fork|exec|_exit)|subprocess|\bsignal\b|getppid",
     "the history of a run": r"\.(?:summarise|history|weights|plan|_runs)\s*=[^=]",
-    "how runs are kept": r"session\.(?:registry|results|run)\b|RunHistory|copy\.copy",
+    "Workbench's list of runs": r"session\.(?:registry|results|run)\b|RunHistory|copy\.copy",
     "a run's file": r"run\.json",
-    "the post office": r"class\s+Mail\b|Mail\.\w+\s*=|sent_bytes\s*=[^=]|sent_to\s*=[^=]",
+    "the class Mail": r"class\s+Mail\b|Mail\.\w+\s*=|sent_bytes\s*=[^=]|sent_to\s*=[^=]",
 }
 _USUAL = {("a case's hidden numbers", lab) for lab in range(1, 14) if lab != 9}
-_USUAL |= {("the post office", lab) for lab in range(1, 14) if lab != 2} | {("a run's file", 13)}
+_USUAL |= {("the class Mail", lab) for lab in range(1, 14) if lab != 2} | {("a run's file", 13)}
 """What answers of a lab may need, such as `self.link`, or a file that an exercise reads."""
 
 

@@ -334,10 +334,11 @@ class _Student:
         changed = [cell for cell in away if cell.id in ids]
         gone = [cell for cell in away if cell.id not in ids]
         for cells, words in ((changed, "changed"), (gone, "missing")):
-            for kind in ("step", "check"):
+            for kind, of in (("step", " of the lab"), ("check", "")):
                 places = [cell.place for cell in cells if role(cell)[0] == kind]
                 if places:
-                    said.append(f"{_counted(len(places), kind)} {words} (cell {_listed(places)})")
+                    count = _counted(len(places), kind) + of
+                    said.append(f"{count} {words} (cell {_listed(places)})")
         restored = [f"{words}: the original was run" for words in said]
         idle = [
             cell.place

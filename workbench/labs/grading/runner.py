@@ -75,7 +75,8 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
     if canonical is None:
         if graded.lab is None:
             raise Unreadable(
-                "The notebook belongs to no lab: it names no lab, and no cell has `# YOUR CODE`."
+                "The notebook belongs to no lab: its metadata names no lab, and no cell has "
+                "`# YOUR CODE`."
             )
         canonical = notebooks / f"lab_{graded.lab}.ipynb"
         if not canonical.is_file():
@@ -261,7 +262,7 @@ class Grading:
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
-            raise _Enough(f"the notebook reached its limit of {self._limits.total_s:g} s")
+            raise _Enough(f"the notebook reached its time limit of {self._limits.total_s:g} s")
 
     # -- the lab's steps ---------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class RunSettings:
         argument="log",
         is_text=True,
         read=parse_targets,
-        help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
+        help="log the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
         without="no log is written to these tools",
         example="%%distributed mirrored --log tensorboard:runs",
     )

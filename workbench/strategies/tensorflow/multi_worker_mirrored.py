@@ -132,8 +132,8 @@ class MultiWorkerMirrored(Replicated):
         reset()
         configure(1, max(1, spec.threads), accelerator.own(spec))
         self._note(
-            "TensorFlow's servers, one on each worker, listen on every network interface until "
-            "the run ends."
+            "TensorFlow starts one gRPC server on each worker. These servers listen on every "
+            "network interface until the run ends."
         )
 
     def _note(self, text: str) -> None:

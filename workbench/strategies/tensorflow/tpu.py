@@ -119,7 +119,10 @@ def check_named(name: str) -> None:
     try:
         socket.create_connection(METADATA, ANSWER_S).close()
     except OSError as error:
-        why = f"the metadata service of Google Cloud does not answer ({type(error).__name__})"
+        why = (
+            "Google Cloud's metadata service, which finds a TPU by its name, does not answer "
+            f"({type(error).__name__})"
+        )
         raise _silent(name, why) from None
 
 

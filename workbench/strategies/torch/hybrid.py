@@ -268,15 +268,15 @@ class Hybrid(ModelSplit):
     def bound(self) -> str:
         """Return why the number of pipelines must not change; empty if it can."""
         if self.context.spec.backend != "gloo":
-            return "Workbench cannot change the number of pipelines on GPUs"
+            return "on GPUs, Workbench cannot change the number of pipelines during a run"
         if self.pipeline is None or not self.pipeline.program.scored:
             return ""
         every = self.microbatches * self._usual
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "the model computes the loss itself, and the batch cannot be divided into equal "
-            "microbatches if a pipeline is missing"
+            "the model computes the loss itself, so all microbatches must have the same size; this "
+            "is not possible if a pipeline is missing"
         )
 
     def leave_group(self) -> None:

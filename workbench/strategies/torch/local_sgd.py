@@ -243,8 +243,8 @@ class LocalSGD(ParameterAveraging):
         return (
             ""
             if self.options["fraction"] == 1
-            else "with `fraction` below 1, each round draws some of the workers, and it must draw "
-            "from all of them"
+            else "with `fraction` below 1, Workbench chooses the workers of each round at random "
+            "from all workers, so no worker may be missing"
         )
 
     def have_met(self) -> None:
@@ -310,8 +310,8 @@ class LocalSGD(ParameterAveraging):
         """
         if self.options["fraction"] < 1:
             raise FitError(
-                "In your own loop `fraction` must be 1, because a worker cannot skip a round of "
-                "this loop.",
+                "In your own loop `fraction` must be 1, because Workbench cannot make a worker "
+                "skip the steps of a round.",
                 seen=f"fraction={self.options['fraction']:g}",
                 allowed="fraction=1 with wb.prepare",
                 next_step="use wb.fit, or remove -o fraction",

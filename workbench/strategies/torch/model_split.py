@@ -491,7 +491,8 @@ class ModelSplit(Strategy):
             raise FitError(
                 f"Worker {rank} could not build its stages.",
                 seen=text.splitlines()[0],
-                next_step="use more workers, or give this worker fewer layers with -o split_at=...",
+                next_step="use more workers, or give this worker fewer layers with "
+                "-o split_at=NAME,NAME (each named layer begins a new stage)",
                 code="WB-FIT-120",
             )
 
@@ -609,11 +610,8 @@ class ModelSplit(Strategy):
 
     def _describe(self, decided: Cut) -> None:
         if not self._clocks_agree():
-            self.context.emit(
-                events.Unmeasured(
-                    columns={"sync_wait_s": "without a common clock, bubble_s contains these waits"}
-                )
-            )
+            why = "the workers' clocks cannot be compared, so bubble_s contains the sync wait too"
+            self.context.emit(events.Unmeasured(columns={"sync_wait_s": why}))
         if self.rank:
             return
         ideal = schedules.ideal_bubble(

@@ -185,8 +185,10 @@ def _values_of(
             raise FitError(
                 "The function that builds the model must return the same model each time it is "
                 "called.",
-                seen=f"{len(_names(model))} tensors, then {len(_names(source))} tensors",
-                next_step="build the model inside the function, and use only constants there",
+                seen=f"first call: {len(_names(model))} tensors; "
+                f"second call: {len(_names(source))} tensors",
+                next_step="build the whole model inside the function, from values that do not "
+                "change",
                 code="WB-FIT-159",
             )
     if forms(source):
@@ -455,7 +457,7 @@ def _passed_by(kind: type) -> FitError:
     return FitError(
         "With the strategy `sharded`, a layer's parameters are gathered only when the model "
         "itself is called. But step_fn called a part of the model, and this part has "
-        "only shards.",
+        "only shards of its parameters.",
         seen=f"step_fn called a method or a part of {kind.__name__}",
         allowed="a step_fn that calls the whole model: step_fn=lambda model, batch: ... "
         "model(...) ...",
@@ -539,11 +541,12 @@ class Traffic:
         self.unmeasured = {}
         if not self.timed:
             why = (
-                f"on {trainer.device.type}, FSDP's collectives run in parallel with the computation"
+                f"on {trainer.device.type}, FSDP's collectives run in parallel with the "
+                "computation, so their times do not show how long a worker waits"
             )
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:
-                why = "this version of PyTorch cannot time FSDP's collectives"
+                why = "with this version of PyTorch, Workbench cannot measure FSDP's collectives"
                 columns = (*columns, "sent_bytes")
             self.unmeasured = dict.fromkeys(columns, why)
             self.timer.blind()

@@ -23,7 +23,7 @@ In a Sequential, the order of the layers shows which layers form pairs. In other
 guesses the pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it
 tests these guesses: the loss and the gradient norm of one sample must be the same as on one device.
 If the values differ, the guessed layers are `gathered`. The guessed layers are also `gathered` if
-this test is not possible because the model does not fit on one device.
+this test is not possible because one device does not have enough free memory.
 
 Workers wait for each other during the forward pass and the backward pass. The wait is computed from
 the time that a worker spends on its own computation (`parts/timing.py`). In the first step, the
@@ -389,11 +389,12 @@ class TensorParallel(Partitioned):
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
                 text = (
-                    "The model does not fit on one device, so Workbench could not test "
-                    "whether layers form a pair, as their names suggest. "
+                    "The names of some layers suggest that they form pairs: the second layer "
+                    "of a pair can use the divided output of the first. One device does not "
+                    "have enough free memory to test this. "
                 )
                 text += (
-                    "So Workbench gathers the output of each layer. If two layers form a pair, "
+                    "So Workbench gathers the outputs of these layers. If two layers form a pair, "
                     "name them: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))

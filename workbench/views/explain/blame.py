@@ -38,7 +38,7 @@ class BlameMatrix(Picture, Blame):
         """Return the figure, and a folded table."""
         return (
             f'<div style="max-width:100%">{self.canvas().svg()}<details style="font-size:12px">'
-            f"<summary>The same as a table</summary>{self.table().html()}</details></div>"
+            f"<summary>This figure as a table</summary>{self.table().html()}</details></div>"
         )
 
     def text(self) -> str:
@@ -142,10 +142,10 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step would end when the last of the other workers is ready",
-    "pipeline": "a step would take as long as the slowest of the other stages. The "
-    "pipeline would also fill faster. The estimate does not include this effect, so the real gain "
-    "is larger",
-    "asynchronous": "a step of this worker would take the other workers' median step time",
+    "pipeline": "each step would be shorter by the time that worker {worker} is busy longer than "
+    "the busiest of the other workers. The pipeline would also fill faster. The estimate does not "
+    "include this effect, so the real gain is larger",
+    "asynchronous": "a step of worker {worker} would take the other workers' median step time",
 }
 
 
@@ -167,11 +167,14 @@ class WhatIfPicture(Picture, WhatIf):
             f"{len(self.step)} steps would take {duration(self.saved_s)} less.",
         ]
 
+    def _estimate(self) -> str:
+        return f"Estimate ({self.model}): {MODELS[self.model].format(worker=self.without)}."
+
     def text(self) -> str:
         """Return the result and the model behind it."""
-        found = [*self.sentences(), f"Estimate ({self.model}): {MODELS[self.model]}."]
+        found = [*self.sentences(), self._estimate()]
         if self.stride > 1:
-            found.append(f"Of {self.stride} steps, only one is stored and recomputed.")
+            found.append(f"Only one of every {self.stride} steps is stored and recomputed.")
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
             found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
         return "\n".join(found)
@@ -200,7 +203,7 @@ class WhatIfPicture(Picture, WhatIf):
         more, y = paragraph(
             WHAT_IF_MARGIN,
             y + 2,
-            f"Estimate ({self.model}): {MODELS[self.model]}.",
+            self._estimate(),
             WIDTH - 2 * WHAT_IF_MARGIN,
             size=9.5,
         )

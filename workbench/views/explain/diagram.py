@@ -340,7 +340,8 @@ def headline(step: StepPicture) -> str:
         if w.blamed is not None and w.blamed != w.rank and _waited_s(w) >= _LEAST_WAIT * longest
     }  # fmt: skip
     if blamed:
-        words.append(f"others waited for worker {', '.join(map(str, sorted(blamed)))}")
+        named = "workers" if len(blamed) > 1 else "worker"
+        words.append(f"other workers waited for {named} {', '.join(map(str, sorted(blamed)))}")
     return " · ".join(words)
 
 

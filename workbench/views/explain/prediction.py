@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MARGIN, LEFT, WIDTH, PLOT = 12.0, 52.0, 380.0, 170.0
 RIGHT, RING = WIDTH - MARGIN, 5.0
+_SAID = ("a worker's own work", "waiting for other workers", "sending and receiving messages")
+"""`CAUSES` in a sentence."""
 
 
 class PredictionPicture(Picture, Prediction):
@@ -56,7 +58,7 @@ class PredictionPicture(Picture, Prediction):
         words = f"With {many}, {self.strategy} would reach {number(middle)} samples/s"
         words += f" ({number(low)} to {number(high)}); a step would take {_time(last.step_s[0])}"
         most = max(range(len(CAUSES)), key=lambda k: last.share[k])
-        part = f"{CAUSES[most]} ({percent(last.share[most])})"
+        part = f"{_SAID[most]} ({percent(last.share[most])})"
         return f"{words}. The largest part of this step would be {part}."
 
     def table(self) -> Table:
@@ -87,12 +89,13 @@ class PredictionPicture(Picture, Prediction):
         """Return in words whether the interval contains a run that the prediction did not use."""
         at = [p for p in self.points if p.workers == measured.workers]
         if not _alike(self, measured):
-            return ", with another batch size"
+            return ", with a batch size that differs from the prediction"
         if measured.run in self.runs or not at:
             return ""
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
         off = at[0].step_s[0] / measured.step_s - 1
-        return f", {'inside' if inside else 'outside'} the interval; prediction error {off:+.0%}"
+        where = "inside" if inside else "outside"
+        return f", {where} the predicted interval; prediction error {off:+.0%}"
 
     def text(self) -> str:
         """Return the table as text."""
@@ -115,9 +118,9 @@ class PredictionPicture(Picture, Prediction):
         plot = _Plot(self, top)
         body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
         y = top + PLOT + 46
-        legend = "Rings: predicted. Band: should contain 90 % of runs. Dots: measured."
+        legend = "Circles: predicted. Band: should contain 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint dots: runs with another batch size."
+            legend += " Faint dots: measured with a batch size that differs from the prediction."
         if any(p.far for p in self.points):
             legend += " Shaded area: outside the measured range."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
@@ -137,8 +140,9 @@ def _alike(shown: Prediction, measured: Measured) -> bool:
 
 
 _SCALING = {
-    "strong": "The run's batch is divided among the workers.",
-    "weak": "The samples per worker do not change, so the batch grows.",
+    "strong": "The global batch is the same for every number of workers.",
+    "weak": "Each worker's share of a batch stays the same, so the global batch grows with the "
+    "number of workers.",
 }
 
 
@@ -370,7 +374,9 @@ class ChoicePicture(Picture, Choice):
 
     def _notes(self) -> list[str]:
         known = self.seconds == self.seconds
-        spent = f"All short runs together took {_time(self.seconds)}. " if known else ""
+        spent = ""
+        if known:
+            spent = f"The short runs that measured rates took {_time(self.seconds)} in total. "
         text = "Measured rates have 95 % intervals, and predicted rates have 90 % intervals."
         return [spent + text, *self.notes]
 
@@ -410,8 +416,9 @@ class ChoicePicture(Picture, Choice):
             body.append(svg_text(right + 8, y + 4, _best(row), "m" * (row.known == "bounded"),
                                  size=10))  # fmt: skip
         y += 26
-        legend = "Samples per second. Dots: measured. Rings: predicted, with their interval. Bars: "
-        more, y = paragraph(MARGIN, y, f"{legend}upper bound.", wide - 2 * MARGIN, size=9.5)
+        legend = "Samples per second. Dots: measured. Circles: predicted. Coloured bars: "
+        legend += "intervals. Grey bars: upper bounds."
+        more, y = paragraph(MARGIN, y, legend, wide - 2 * MARGIN, size=9.5)
         body += more
         if out:
             said = "; ".join(f"{row.candidate.name}: {row.why}" for row in out)

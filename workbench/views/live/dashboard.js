@@ -694,7 +694,7 @@ class View {
     this.fewer.disabled = !live || Boolean(whyNot) || changing || workers <= 1;
     this.oneMore.disabled = !live || Boolean(whyNot) || changing || workers >= (most ?? Infinity);
     const why = whyNot || (changing ? "The number of workers is changing." : "");
-    const full = workers >= (most ?? Infinity) ? "The run already has as many workers as a batch has samples." : "";
+    const full = workers >= (most ?? Infinity) ? "The run cannot have more workers than a batch has samples." : "";
     this.staffing.title = why;
     for (const [button, label, limit] of [[this.fewer, FEWER, workers <= 1 ? "A run needs at least one worker." : ""], [this.oneMore, MORE, full]]) {
       button.title = why || limit || label;
@@ -845,7 +845,7 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole}, ${beyond} above ideal`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole}, ${beyond} above the ideal bubble`);
     this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
   }
 

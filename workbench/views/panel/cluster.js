@@ -42,8 +42,8 @@ SECTIONS.push((() => {
   /** The cluster in a few words, where its engines' lines do not say enough. */
   function whole({ running, lost, engines }) {
     const dead = engines.filter((e) => e.state === "dead").length;
-    if (!running) return lost ? `The cluster is gone: ${lost}.` : "No cluster yet. Press Start or Run.";
-    return dead ? `${dead} of ${engines.length} engines ${dead > 1 ? "are" : "is"} dead. Press Restart to replace ${dead > 1 ? "them" : "it"}.` : "";
+    if (!running) return lost ? `This notebook has no cluster now: ${lost}.` : "No cluster yet. Press Start or Run.";
+    return dead ? `${dead} of ${engines.length} engines ${dead > 1 ? "are" : "is"} dead. Press Restart to replace all engines.` : "";
   }
 
   function make(app, root) {
@@ -52,7 +52,7 @@ SECTIONS.push((() => {
     const devices = kit.field({ kind: "str", label: "Devices", placeholder: "auto, cpu, cuda, 0,1" });
     devices.set("auto");
     const launcher = kit.field({ kind: "choice", label: "Launcher", choices: ["local"], onchange: () => { redraw(); place(); } });
-    launcher.input.title = "What starts the engines. Choose \"local\" to start them on this machine.";
+    launcher.input.title = "The program that starts the engines. Choose \"local\" to start the engines on this machine.";
     const fields = {
       on: kit.field({ kind: "str", label: "Hosts", placeholder: "node1:4,user@node2:4", onchange: () => place() }),
       nodes: kit.field({ kind: "str", label: "Nodes", placeholder: "any", onchange: () => place() }),

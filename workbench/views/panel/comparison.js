@@ -20,7 +20,7 @@ SECTIONS.push((() => {
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "lower is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
-    ["memory_bytes_per_worker", "Memory of a worker", "model, gradients, optimizer; of the worker that uses the most", kit.bytes],
+    ["memory_bytes_per_worker", "Memory of a worker", "for model, gradients and optimizer, on the worker that uses the most memory", kit.bytes],
     ["final_loss", "Final loss", "mean and spread over seeds, lower is better", plain],
   ];
   /** What is shown at first; the others are told by "All columns". */

@@ -6,7 +6,7 @@ SECTIONS.push({
   order: 2,
   title: "Fault lab",
   make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "During a run, slow down its workers or its links, or kill a worker, and watch what the others do.");
+    const none = kit.h("p", { class: "wbp-empty" }, "During a run, you can slow down workers or links here, or kill a worker. Then watch what the other workers do.");
     const lab = kit.h("div", { class: "wbp-lab" });
     const workers = kit.h("div", { class: "wbp-victims" });
     const everyone = kit.h("div", { class: "wbp-everyone" });
@@ -18,7 +18,7 @@ SECTIONS.push({
     const bandwidth = slider("bandwidth of links (simulated)", "limit for each worker", [0, 100, 1], (v) => (unlimited(v) ? "unlimited" : `${kit.bytes(rate(v))}/s`),
       (v) => app.do("faults.everyone", unlimited(v) ? { clear: "bandwidth" } : { bytes_per_s: rate(v) }));
     everyone.append(jitter.root, latency.root, bandwidth.root);
-    const nolinks = kit.h("small", { class: "wbp-help" }, "The framework sends this strategy's messages, so Workbench cannot slow down the links.");
+    const nolinks = kit.h("small", { class: "wbp-help" }, "The framework, not Workbench, sends the messages of this strategy. Therefore Workbench cannot slow down the links.");
     lab.append(workers, everyone, nolinks, kit.h("div", { class: "wbp-row" }, clear, same));
     root.append(none, lab);
 

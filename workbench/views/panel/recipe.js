@@ -37,8 +37,8 @@ SECTIONS.push({
     const numbers = kit.h("pre", { class: "wbp-numbers", "aria-hidden": "true" }), code = kit.h("code", {});
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
-    const cell = kit.button("To a cell", "Write the selection as %%distributed cells", toCell);
-    const job = kit.button("To a job", "Write each selected run as a job folder, which torchrun can start on any machine", toJob);
+    const cell = kit.button("To a cell", "Write %%distributed cells that start the selected runs", toCell);
+    const job = kit.button("To a job", "Write a job folder for each selected run. You can start a job with torchrun on any machine", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
     const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "Cells for the selection", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });
@@ -54,7 +54,7 @@ SECTIONS.push({
     }
 
     async function copyCode() {
-      say((await copyText(source)) ? "Copied." : "The browser blocked copying. Select the code by hand.");
+      say((await copyText(source)) ? "Copied." : "The browser blocked copying. Select the code and copy it by hand.");
     }
 
     async function toCell() {
@@ -72,14 +72,14 @@ SECTIONS.push({
       const copied = await copyText(area.value, area);
       area.focus();
       area.select();
-      say(copied ? "Copied. Paste it into a new cell." : "Copy the selected text and paste it into a new cell.");
+      say(copied ? "The code is copied. Paste it into a new cell." : "Copy the selected text and paste it into a new cell.");
     }
 
     async function toJob() {
       const answer = await app.do("recipe.job").catch(() => null); // the panel says why
       if (!answer) return;
       said.title = answer.where;
-      say(`${answer.folders.length > 1 ? "The jobs are" : "The job is"} in ${answer.folders.join(", ")}. Next: wb.submit("${answer.folders[0]}", on="slurm"), or read the README.md in the folder.`);
+      say(`${answer.folders.length > 1 ? "The jobs are" : "The job is"} in ${answer.folders.join(", ")}. To run a job with Slurm: wb.submit("${answer.folders[0]}", on="slurm"). The README.md in the folder explains other ways to start it.`);
     }
 
     function row(one) {

@@ -212,7 +212,7 @@ SECTIONS.push((() => {
       draw(found) {
         value = found;
         kit.show(none, !found.scaling);
-        kit.text(none, found.why ? `${found.why} Run one recipe with 1, 2 and 4 workers, or select such runs on the Compare tab.` : "Run one recipe with several numbers of workers: %%distributed one_device,mirrored -n 1,2,4");
+        kit.text(none, found.why ? `${found.why} Run one recipe with 1, 2 and 4 workers. If you have these runs already, select them on the Compare tab.` : "Run one recipe with several numbers of workers: %%distributed one_device,mirrored -n 1,2,4");
         if (found.scaling && !whole.isConnected) root.append(whole); // not before it is looked at
         kit.show(whole, Boolean(found.scaling));
         price.set(found.price);

@@ -6,7 +6,7 @@ SECTIONS.push((() => {
   /** A picture that the kernel drew, with its words to unfold. */
   function frame(caption, help) {
     const place = kit.h("div", { class: "wbp-picture" }), words = kit.h("pre", {});
-    const none = kit.h("p", { class: "wbp-empty", hidden: true }), more = kit.h("details", { hidden: true }, kit.h("summary", {}, "The same as text"), words);
+    const none = kit.h("p", { class: "wbp-empty", hidden: true }), more = kit.h("details", { hidden: true }, kit.h("summary", {}, "This figure as text"), words);
     const head = help && kit.h("figcaption", {}, kit.h("b", {}, caption), kit.h("span", {}, help));
     const root = kit.h("figure", { class: "wbp-lesson", "aria-label": caption }, head, place, none, more);
     return {
@@ -43,7 +43,7 @@ SECTIONS.push((() => {
   }
 
   function make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "Train a run first. Then you can look at its steps here.");
+    const none = kit.h("p", { class: "wbp-empty" }, "Start a run first. Then you can look at its steps here.");
     const which = kit.field({ kind: "int", label: "Step number", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
     const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
     const hint = kit.h("span", { class: "wbp-muted" }, "Press \"Pause\" at the top of the panel, then \"One step\". Each step is shown here.");
@@ -57,7 +57,7 @@ SECTIONS.push((() => {
     const stepper = kit.h("div", { class: "wbp-row" }, which.root, again, hint);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
-      kit.h("figcaption", {}, kit.h("b", {}, "Are the measured times right?"), kit.h("span", {}, "a test run with a known delay: the injected and the measured times")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
+      kit.h("figcaption", {}, kit.h("b", {}, "Are the measured times right?"), kit.h("span", {}, "a test run with a known delay, and the delay that Workbench measures")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
     let measuring = false, held = false, latest = { run: null }, seen = {}, asking = false, asked = 0, drawn = null, picture = null;
 
     async function doCalibrate() {

@@ -94,5 +94,6 @@ def published_table(shown: Sequence[Published]) -> Table:
         for one in shown
     ]
     return Table(columns, rows, "Published scaling", [
-        "These curves are from other models on other machines. They show typical values."
+        "These curves are not from your runs, but from other models on other machines. "
+        "They show typical values."
     ])  # fmt: skip

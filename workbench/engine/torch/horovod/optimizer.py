@@ -150,7 +150,9 @@ def _check_names(
     if twice or unnamed:
         raise FitError(
             "named_parameters must give each parameter of the optimizer its own name.",
-            seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
+            seen=f"names given twice: {', '.join(twice)}"
+            if twice
+            else f"parameters without a name: {unnamed}",
             next_step="pass named_parameters=model.named_parameters(), or remove the argument",
             code="WB-FIT-179",
         )

@@ -41,7 +41,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise FitError(
             "In Workbench, hvd.init always uses all ranks.",
             seen="comm=" if comm is not None else "process_sets=",
-            next_step="call hvd.init(); torch.distributed.new_group makes a group of some ranks",
+            next_step="call hvd.init() without arguments; for a group of some ranks, use "
+            "torch.distributed.new_group",
             code="WB-FIT-163",
         )
     if not dist.is_initialized():

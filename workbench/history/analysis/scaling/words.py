@@ -174,7 +174,7 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
             if point.missing:
                 yield (
                     f"There is no measurement of {curve.name} with {point.workers} workers "
-                    f"({point.missing})."
+                    f"(state of the run: {point.missing})."
                 )
             elif point.row.state not in ("finished", ""):
                 yield (
@@ -199,8 +199,8 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
         epoch = all(cost.is_epoch for cost in costs)
         what = "an epoch" if epoch else "a million samples (the size of an epoch is not known)"
         yield (
-            f"Costs are for {what}, at {price:g} per worker-hour; servers and the start of a run "
-            "are not counted."
+            f"Costs are for {what}, at a price of {price:g} per worker-hour; servers and the start "
+            "of a run are not counted."
         )
 
 
@@ -240,8 +240,8 @@ def _law(curve: Curve, *, several: bool) -> str:
     law, head = curve.law, f"{curve.name}: " if several else ""
     if not law.fits:
         return f"{head}{law.why_not}."
-    share = f"{law.serial * 100:.1f} % ({law.low * 100:.1f} to {law.high * 100:.1f})"
+    interval = f"95 % interval: {law.low * 100:.1f} % to {law.high * 100:.1f} %"
     return (
-        f"{head}The serial share by {law.name}'s law is {share}, with the 95 % interval in "
-        "brackets."
+        f"{head}By {law.name}'s law, the serial share (the part of one worker's step that cannot "
+        f"be divided) is {law.serial * 100:.1f} % ({interval})."
     )

@@ -322,8 +322,8 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = (
-                "Workbench cannot read a clock between the backward pass and the all-reduce "
-                "(with jit_compile, this is never possible)"
+                "Workbench cannot read a clock between the backward pass and the all-reduce, for "
+                "example because jit_compile is on"
             )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 

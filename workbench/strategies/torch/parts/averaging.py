@@ -94,9 +94,9 @@ class Averaging:
     def _check_options(self, asked: str, simulated: bool) -> None:
         if self._compress.startswith("topk") and asked != AUTO:
             raise FitError(
-                "`allreduce` cannot be used with compress=topk: with topk, the workers "
-                "send numbers at different positions, and an all-reduce cannot add up these "
-                "numbers.",
+                "`allreduce` cannot be used with compress=topk. With topk, the workers send "
+                "numbers from different positions of the gradient, and an all-reduce cannot add "
+                "up these numbers.",
                 seen=f"compress={self._compress}, allreduce={asked}",
                 next_step="remove -o allreduce, or choose another compression",
                 code="WB-FIT-108",

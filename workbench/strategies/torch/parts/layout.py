@@ -212,7 +212,8 @@ def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
                 "has its own list of these parameters.",
                 seen=f"the attribute {name} of {type(optimizer).__name__}",
                 allowed="optimizers that have their parameters only in param_groups",
-                next_step="pass a function instead: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                next_step="pass a function that builds the optimizer: optimizer=lambda p: "
+                f"{type(optimizer).__name__}(p, ...)",
                 code="WB-FIT-117",
             )
 
@@ -387,7 +388,7 @@ class Partitioned(Strategy):
         if on_device or (device.is_cpu and on_host):
             return asked, None
         if self.rank == 0 and (asked or not device.is_cpu):
-            place = "the memory of the workers' devices. So the model is now on the CPU"
+            place = "the free memory of a single device. So the model is now on the CPU"
             if asked and not on_host:
                 place = (
                     "the host's memory if every worker has a copy. So only rank 0 receives "

@@ -185,7 +185,10 @@ class LoopHealing:
 
     def several_batches(self) -> None:
         """Keep the set of workers fixed: a step's earlier batches cannot be given out again."""
-        self._regrouping.withdraw("one step takes several batches")
+        self._regrouping.withdraw(
+            "one step uses several batches, and after a failed step the loader can give only the "
+            "last batch again"
+        )
 
     def broke_off(self, error: Exception) -> bool:
         """Whether a step failed because another worker ended; if so it is emptied here."""

@@ -207,9 +207,9 @@ class Reductions:
                 events.Warned(
                     rank=rank,
                     text="An optimizer updates parameters of a model that was not passed to "
-                    "Workbench. So Workbench does not average their gradients, and each worker "
-                    f"trains these parameters alone. Their shapes: {shapes[:100]}. Pass the model "
-                    "of these parameters too: other, other_optimizer = "
+                    "Workbench. So Workbench does not average the gradients of these parameters, "
+                    f"and each worker trains them alone. Their shapes: {shapes[:100]}. Pass the "
+                    "model of these parameters too: other, other_optimizer = "
                     "wb.prepare(other, other_optimizer).",
                 )
             )
@@ -400,7 +400,9 @@ class Reduction:
         except RuntimeError as error:
             named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
             raise unused(
-                named[0] if named else "a parameter that an earlier backward pass has used"
+                named[0]
+                if named
+                else "a parameter that an earlier backward pass has used, but not this one"
             ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:

@@ -136,11 +136,13 @@ def cut(
     bounds = given_bounds(layers, split_at, stages) if split_at else None
     if bounds is None and isinstance(model, Stages):
         if len(layers) != stages:
+            fits, rest = divmod(len(layers), stages // workers)
+            more = "" if rest else f"use -n {fits} (with hybrid: -o stages={fits}), or "
             raise FitError(
                 "The list of stages must contain one module for each stage.",
                 seen=f"{len(layers)} modules",
                 allowed=f"{stages} modules for {workers} workers",
-                next_step=f"use -n {len(layers)}, or join modules with nn.Sequential",
+                next_step=f"{more}join modules with nn.Sequential until there are {stages} modules",
                 code="WB-FIT-135",
             )
         bounds = list(range(stages + 1))

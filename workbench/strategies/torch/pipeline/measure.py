@@ -79,10 +79,11 @@ def check_enough(
     if len(layers) < stages:
         per_worker = stages // workers
         fits = len(layers) // workers  # stages per worker
+        least = max(1, len(layers) // per_worker)
         fewer = (
             f"-o stages_per_worker={fits}"
             if per_worker > 1 and fits
-            else (f"fewer workers with -n {max(1, len(layers) // per_worker)}")
+            else (f"fewer workers with -n {least} (with hybrid: -o stages={least})")
         )
         raise FitError(
             "The model has fewer layers than the pipeline has stages.",
@@ -92,8 +93,8 @@ def check_enough(
             next_step=f"use {fewer}, or "
             + (
                 (
-                    "call more modules in forward: the model can be cut only at modules that are "
-                    "called once"
+                    "divide the code in forward into more modules: Workbench can cut the model "
+                    "only at modules that forward calls exactly once"
                 )
                 if traced
                 else "give the model more layers"
@@ -126,7 +127,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
                 next_step=f"did you mean {guess!r}?"
                 if guess
                 else "name the layers that begin a stage, or remove split_at: Workbench then "
-                "measures the time of each layer and divides the layers",
+                "measures the time of each layer and divides the layers among the stages",
                 code="WB-FIT-138",
             )
     bounds = [0, *cuts, len(layers)]
@@ -143,7 +144,8 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
             "`split_at` gives the wrong number of stages.",
             seen=f"split_at={split_at} gives {len(bounds) - 1} stages",
             allowed=f"{stages} stages, so {stages - 1} layers in split_at",
-            next_step=f"use -n {len(bounds) - 1}, or change split_at",
+            next_step=f"name {stages - 1} layers in split_at, or change the number of stages with "
+            "-n (with hybrid: -o stages)",
             code="WB-FIT-140",
         )
     return bounds
@@ -309,8 +311,8 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
         "A layer changes the number of samples, so its outputs would not match the targets.",
         seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
         f"{tuple(form.shape[1:])}",
-        next_step="use nn.Flatten() or x.flatten(1), and adapt the next layer. If n is not the "
-        "size of one sample, view(-1, n) changes the number of samples",
+        next_step="use nn.Flatten() or x.flatten(1) instead of x.view(-1, n), and adapt the next "
+        "layer: view(-1, n) changes the number of samples if n is not the size of one sample",
         code="WB-FIT-142",
     )
 

@@ -104,8 +104,8 @@ def fill(
     if len(building.seen) != len(names) or final.keys() != kept:
         raise FitError(
             "The function that builds the model must return the same model each time it is called.",
-            seen=f"{len(names)} tensors, then {len(building.seen)} tensors",
-            next_step="build the model inside the function, and use only constants there",
+            seen=f"first call: {len(names)} tensors; second call: {len(building.seen)} tensors",
+            next_step="build the whole model inside the function, from values that do not change",
             code="WB-FIT-133",
         )
     for name, tensor in final.items():
@@ -386,7 +386,7 @@ def uneven(samples: int, whole: int) -> FitError:
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole} samples",
         next_step="drop the last, smaller batch (DataLoader with drop_last=True); or make the "
-        "model return its output and use loss=, which takes batches of any size",
+        "model return its output and pass loss= to wb.fit (then batches can have any size)",
         code="WB-FIT-144",
     )
 

@@ -75,7 +75,7 @@ class Program:
                     "Each tensor that the model gets must have one row per sample, so that it "
                     "can be divided into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
-                    next_step="if a tensor belongs to the whole batch, store it in the model "
+                    next_step="if a tensor is the same for all samples, store it in the model "
                     "as a buffer",
                     code="WB-FIT-145",
                 )

@@ -105,7 +105,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
             "`precision` cannot be 'fp16' in a pipeline, because its stages cannot scale the loss.",
             seen=precision,
             allowed="None or 'bf16'",
-            next_step="precision='bf16'",
+            next_step="use precision='bf16'",
             code="WB-FIT-147",
         )
     return lambda: torch.autocast(device.type, dtype=PRECISIONS[precision])

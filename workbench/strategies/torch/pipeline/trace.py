@@ -145,10 +145,10 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
         if guard.refused is not None:
             raise guard.refused from None
         raise FitError(
-            "PyTorch cannot trace the model, so Workbench cannot cut it automatically.",
+            "PyTorch cannot trace the model, so Workbench cannot cut it into stages automatically.",
             seen=f"{_first_line(error)}{_place(error, model)}",
-            allowed="nn.Sequential, a list of stages, or a module whose forward does not depend "
-            "on values (no `if` on a tensor)",
+            allowed="nn.Sequential, a list of stages, or a module that does the same operations "
+            "for all inputs (no `if` on a tensor)",
             next_step="pass the stages as a list of modules: wb.fit([first, second], ...)",
             code="WB-FIT-148",
         ) from error
@@ -287,8 +287,8 @@ class _Copier:
             raise FitError(
                 "The model creates a constant on device `meta`, where tensors have no memory.",
                 seen=name,
-                next_step="pass the model instead of a function, or register the constant as a "
-                "buffer",
+                next_step="pass the model itself, not a function that builds it; or register the "
+                "constant as a buffer",
                 code="WB-FIT-150",
             )
         return torch.empty_like(value, device=self._device)

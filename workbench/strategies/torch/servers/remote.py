@@ -150,10 +150,11 @@ class Remote:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
             raise FitError(
-                "This optimizer needs a closure that computes the loss again during the step, "
-                "but a server cannot compute the loss.",
+                "optimizer.step() was called with a closure that computes the loss. But the "
+                "servers take the step, and a server cannot compute the loss.",
                 seen=type(optimizer).__name__,
-                next_step="use another optimizer, or the strategy `mirrored`",
+                next_step="call optimizer.step() without a closure; if this optimizer needs a "
+                "closure, use another optimizer, or the strategy `mirrored`",
                 code="WB-FIT-123",
             )
         self._check_known()
@@ -174,8 +175,9 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "The servers do not have this parameter. When the servers received the "
-                        "model, the parameter was frozen or not in the optimizer.",
+                        "The servers do not have one of the optimizer's parameters. When the "
+                        "servers received the model, this parameter was frozen or not in the "
+                        "optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="only parameters that were trained at the beginning",
                         next_step="call wb.prepare with all layers unfrozen and freeze some "
@@ -194,12 +196,12 @@ class Remote:
         now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
         if now != self._versions:
             raise FitError(
-                "The gradients were changed between backward() and optimizer.step(). The servers "
-                "add up the gradients of all workers, so the norm on one worker is not the norm "
-                "of the sum.",
+                "The gradients were changed between backward() and optimizer.step(). A worker "
+                "cannot clip them correctly: the servers add up the gradients of all workers, and "
+                "the worker does not know the norm of this sum.",
                 seen="clip_grad_norm_, or another change of the gradients in place",
-                next_step="use wb.fit(clip_norm=...) (it clips on the server), or the strategy "
-                "`mirrored`",
+                next_step="use wb.fit(..., clip_norm=...), which clips this sum, or use the "
+                "strategy `mirrored`",
                 code="WB-FIT-125",
             )
         self._versions = []

@@ -61,8 +61,8 @@ def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Te
             continue
         settings = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise FitError(
-            "This optimizer also changes rows that have no gradient. For a sparse gradient, the "
-            "workers send only the rows that have a gradient.",
+            "With sparse=True, the workers send only those rows of an embedding that have a "
+            "gradient. But this optimizer changes the other rows too.",
             seen=f"{type(optimizer).__name__}({settings})",
             allowed="SGD, Adagrad and SparseAdam, without momentum and weight_decay",
             next_step="use one of these optimizers, or make the embedding with sparse=False",

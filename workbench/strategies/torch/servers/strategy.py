@@ -224,8 +224,8 @@ class Served(Strategy):
 
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
-            "This strategy does not support loss scaling, because the workers would skip different "
-            "steps.",
+            "This strategy does not support loss scaling. Loss scaling skips a step if gradients "
+            "overflow, so the workers would skip different steps.",
             seen=seen,
             allowed="precision bf16, which needs no scaling; fp16 with the strategies "
             "`mirrored`, `sharded`, `local_sgd`, `gossip`",
@@ -236,12 +236,12 @@ class Served(Strategy):
 
     def _refuse_another(self) -> None:
         raise FitError(
-            "The servers use the optimizer that wb.prepare received. A new optimizer would train "
+            "The servers use the optimizer that wb.prepare received. Another optimizer would train "
             "only this worker's copy of the model.",
             seen="a call of another optimizer's step()",
             allowed="one optimizer for the whole loop",
-            next_step="change param_groups (lr, momentum, ...) of the first optimizer, because the "
-            "servers use its values; or use the strategy `mirrored`",
+            next_step="do not make a second optimizer: change param_groups (lr, momentum, ...) of "
+            "the first one, because the servers use its values; or use the strategy `mirrored`",
             code="WB-FIT-129",
         )
 
