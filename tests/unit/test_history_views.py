@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows
@@ -58,6 +60,59 @@ def test_throughput_is_over_all_workers_and_the_latest_seconds() -> None:
     assert history.snapshot(state="finished").samples_per_s == pytest.approx(whole, rel=1e-6)
     curve = history.snapshot().throughput_curve
     assert curve.mean[[0, -1]] == pytest.approx([1000, 160], rel=1e-6)
+
+
+def alone(step_s: Sequence[float], steps: int = 80, gap_s: float = 0.0) -> list[np.ndarray]:
+    """Return rows of workers that take their steps alone; `gap_s` is a pause after 40 % of them."""
+    lanes = []
+    for rank, spent in enumerate(step_s):
+        rows = make_rows(steps, len(step_s))[:, rank]
+        rows["start_s"] = 100.0 + spent * np.arange(steps)
+        rows["start_s"][rows["start_s"] > 100.0 + 0.4 * steps * spent] += gap_s
+        rows["end_s"] = rows["start_s"] + spent
+        lanes.append(rows)
+    return lanes
+
+
+@pytest.mark.parametrize("at_once", [7, 10_000])
+def test_the_curve_of_workers_that_step_alone_is_their_rate_at_each_time(at_once: int) -> None:
+    """Two at 8 samples each 10 ms, the third each 100 ms, which trains alone from 0.8 s on."""
+    lanes = alone([0.01, 0.01, 0.1])
+    history = RunHistory(range(3), joined=False)
+    for first in range(0, 80, at_once):
+        for rows in lanes:
+            history.append(rows[first : first + at_once])
+    curve = history.snapshot().throughput_curve
+    assert np.all(np.diff(curve.step) > 0)
+    assert np.all(np.diff(curve.t_s) > 0)
+    together = curve.t_s < 0.78
+    assert curve.mean[together] == pytest.approx(1680, rel=1e-6)
+    assert curve.mean[curve.t_s > 0.82] == pytest.approx(80, rel=1e-6)
+    width = np.diff(curve.t_s).min()
+    assert len(curve) * width == pytest.approx(8, rel=0.02)
+    assert (curve.mean * width).sum() == pytest.approx(3 * 80 * 8, rel=0.02)
+    # At 0.8 s two have taken 80 steps and the third 8; at the end all have taken 80.
+    assert np.interp(0.8, curve.t_s, curve.step) == pytest.approx(168 / 3, abs=1)
+    assert curve.step[[0, -1]] == pytest.approx([0, 80], abs=0.5)
+
+
+def test_a_worker_within_its_step_does_not_lower_the_end_of_the_curve() -> None:
+    fast, slow = alone([0.01, 0.3])
+    history = RunHistory(range(2), joined=False)
+    history.append(fast[:40])
+    history.append(slow[:1])  # its second step will end at 0.6 s
+    curve = history.snapshot(state="running").throughput_curve
+    assert curve.mean == pytest.approx(800 + 8 / 0.3, rel=1e-6)
+    assert curve.t_s[-1] == pytest.approx(0.3, abs=0.01)
+
+
+def test_time_between_steps_is_no_part_of_the_curve_of_workers_that_step_alone() -> None:
+    history = RunHistory(range(2), joined=False)
+    for rows in alone([0.01, 0.01], gap_s=5.0):
+        history.append(rows)
+    curve = history.snapshot().throughput_curve
+    assert curve.mean == pytest.approx(1600, rel=1e-6)
+    assert curve.t_s[-1] == pytest.approx(5.8, abs=0.03)
 
 
 def test_pauses_and_evaluations_do_not_lower_the_throughput() -> None:

@@ -27,7 +27,7 @@ from ..shared.record import (
     derive,
 )
 from .recent import Recent
-from .totals import Blame, Envelope, LossWatch, Totals, parts_of
+from .totals import Blame, Envelope, LossWatch, Throughput, Totals, parts_of
 
 Rows = NDArray[Any]
 
@@ -55,7 +55,7 @@ class Reducer:
         self.table = RowTable(limit_bytes)
         self.totals = Totals(workers)
         self.recent = Recent(workers, joined=joined)
-        self.curves = {name: Envelope() for name in ("loss", "samples_per_s", *CURVES)}
+        self.curves = {name: Envelope() for name in ("loss", *CURVES)}
         self.skewed = False
         self._ahead_s: dict[int, float] = {}  # of each clock that was not compared, by rank
         self._began_s = np.nan
@@ -65,6 +65,7 @@ class Reducer:
         self.invalid_rows = 0
         self.logged: dict[str, LoggedColumn] = {}
         self._workers, self._joined, self._data_parallel = workers, joined, data_parallel
+        self.throughput: Envelope | Throughput = Envelope() if joined else Throughput(workers)
         self._joiner = Joiner(workers)
         self._ranks = np.arange(workers)  # rank in the history of each current worker
 
@@ -110,7 +111,11 @@ class Reducer:
     @property
     def nbytes(self) -> int:
         """Memory of rows and curves in bytes, without rows that wait to be joined."""
-        curves = [*self.curves.values(), *(column.envelope for column in self.logged.values())]
+        curves = [
+            *self.curves.values(),
+            self.throughput,
+            *(column.envelope for column in self.logged.values()),
+        ]
         return self.table.nbytes + self.recent.nbytes + sum(curve.nbytes for curve in curves)
 
     def settle(self) -> None:
@@ -135,6 +140,8 @@ class Reducer:
         """Add ranks; their rows are expected from the next `regroup` on."""
         self.totals.grow(workers)
         self.recent.grow(workers)
+        if isinstance(self.throughput, Throughput):
+            self.throughput.grow(workers)
         self._joiner.grow(workers)
         self._workers = workers
 
@@ -196,7 +203,8 @@ class Reducer:
         first, last = start.min(1), end.max(1)
         self.recent.tick(first, last, samples)
         spent = np.maximum(columns.step_s.max(axis=1), 1e-9)
-        self.curves["samples_per_s"].add(step, first, samples / spent, spent)
+        if isinstance(self.throughput, Envelope):
+            self.throughput.add(step, first, samples / spent, spent)
         self.curves["loss"].add(step, first, columns.loss)
         seen = (rows["flags"] & FLAG_LOSS_SEEN) > 0
         self.health.look(step, columns.loss, np.asarray(seen.any(axis=1)))
@@ -223,10 +231,8 @@ class Reducer:
             self.totals.steps = int(self.totals.rows.max())
             self.totals.samples = int(self.totals.rank_samples.sum())
             self.recent.tick(start, end, rows["samples"])
-            spent = np.maximum(end - start, 1e-9)
-            self.curves["samples_per_s"].add(
-                step, start, rows["samples"] * self._workers / spent, spent
-            )
+            if isinstance(self.throughput, Throughput):
+                self.throughput.add(rows)
             self.curves["loss"].add(step, start, loss)
             seen = (rows["flags"] & FLAG_LOSS_SEEN) > 0  # others say nothing about a loss
             self.health.look(step[seen], loss[seen], seen[seen])

@@ -287,7 +287,8 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         logged = {name: column.envelope for name, column in self._logged.items()}
         return take_snapshot.Sources(
             self.engines, self.joined, self.data_parallel, reduced.totals, reduced.recent,
-            reduced.curves, logged, self.story, reduced.origin_s(), *reduced.last,
+            reduced.curves, reduced.throughput, logged, self.story, reduced.origin_s(),
+            *reduced.last,
         )  # fmt: skip
 
     # -- what comes in -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .events import Story
     from .recent import Recent
     from .reducer import Reducer
-    from .totals import Envelope, Totals
+    from .totals import Envelope, Throughput, Totals
 
 _COMPUTE, _WAIT = PARTS.index("compute_s"), PARTS.index("sync_wait_s")
 
@@ -49,6 +49,7 @@ class Sources:
     totals: Totals
     recent: Recent
     curves: dict[str, Envelope]
+    throughput: Envelope | Throughput
     logged: dict[str, Envelope]
     story: Story
     origin_s: NDArray[np.float64]
@@ -96,7 +97,7 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
         slow_steps=slow_steps,
         dropped=label.dropped,
         loss_curve=of.curves["loss"].curve(origin),
-        throughput_curve=of.curves["samples_per_s"].curve(origin),
+        throughput_curve=of.throughput.curve(origin),
         timeline=of.recent.timeline(of.origin_s, away=of.story.away),
         blame_s=totals.blame_s.copy(),
         plot_cpu=label.plot_cpu,

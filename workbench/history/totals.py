@@ -175,6 +175,7 @@ def parts_of(derived: Derived) -> Floats:
 
 POINTS = 512
 _FEW = 16
+_SENT_WITHIN_S = 0.5  # rows reach the kernel about ten times a second
 
 
 class Envelope:
@@ -260,6 +261,108 @@ class Envelope:
         self._high = _merge(self._high.reshape(-1, 2).max(axis=1), -np.inf)
         self._sum = _merge(self._sum.reshape(-1, 2).sum(axis=1), 0.0)
         self._weight = _merge(self._weight.reshape(-1, 2).sum(axis=1), 0.0)
+
+
+class Throughput:
+    """Throughput of workers that do not take each step together, in at most `POINTS` points.
+
+    Such workers are at different steps at the same time, so a mean over the rows of one step is the
+    rate of no moment. Here the buckets are time. A row's samples are spread evenly over its step. A
+    bucket's rate is its samples divided by the time of its busiest worker, so time between steps
+    (a pause, an evaluation) does not count. A bucket's step is the mean step of all workers at its
+    start. When a row ends after the last bucket, neighbours are merged and `width_s` doubles.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.width_s = 1e-3
+        self._begin_s = float("nan")
+        self._first = np.inf
+        self._end_s = np.full(ranks, -np.inf)
+        self._latest_s = np.zeros(ranks)
+        self._samples = np.zeros(_FEW)
+        self._steps = np.zeros(_FEW)
+        self._busy_s = np.zeros((_FEW, ranks))
+
+    def grow(self, ranks: int) -> None:
+        """Make room for more ranks."""
+        more = ranks - len(self._end_s)
+        self._end_s = np.append(self._end_s, np.full(more, -np.inf))
+        self._latest_s = np.append(self._latest_s, np.zeros(more))
+        self._busy_s = np.pad(self._busy_s, ((0, 0), (0, more)))
+
+    def add(self, rows: NDArray[Any]) -> None:
+        """Add RECORD rows (rows,) of any ranks."""
+        rank, start_s, end_s = rows["rank"].astype(np.int64), rows["start_s"], rows["end_s"]
+        if np.isnan(self._begin_s):
+            self._begin_s = float(start_s.min())
+        self._first = min(self._first, float(rows["step"].min()))
+        for one in np.unique(rank):
+            last = int(np.where(rank == one, end_s, -np.inf).argmax())
+            if end_s[last] > self._end_s[one]:
+                self._end_s[one], self._latest_s[one] = end_s[last], end_s[last] - start_s[last]
+        start_s = np.maximum(start_s - self._begin_s, 0.0)
+        end_s = np.maximum(end_s - self._begin_s, start_s)
+        while end_s.max() >= POINTS * self.width_s:
+            self._double()
+        while end_s.max() >= len(self._samples) * self.width_s:
+            for name in ("_samples", "_steps", "_busy_s"):
+                values = getattr(self, name)
+                setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
+        even = np.full(len(rows), 1.0 / len(self._end_s))
+        self._samples += self._spread(start_s, end_s, rows["samples"].astype(float))
+        self._steps += self._spread(start_s, end_s, even)
+        for one in np.unique(rank):
+            own = rank == one
+            spent_s = end_s[own] - start_s[own]
+            self._busy_s[:, one] += self._spread(start_s[own], end_s[own], spent_s)
+
+    def curve(self, origin_s: float = 0.0) -> Curve:
+        """Return the curve, up to the time from which the rows of a worker may still be missing."""
+        busy_s = self._busy_s.max(axis=1, initial=0.0)
+        used = busy_s > 0
+        edge_s = np.arange(len(busy_s)) * self.width_s
+        if used.any():
+            last_s = self._end_s.max()
+            # Others have taken all their steps, or are in a step that is longer than before.
+            there = last_s - self._end_s <= 2 * self._latest_s + _SENT_WITHIN_S
+            known_s = self._end_s[there].min() - self._begin_s
+            whole = used & (edge_s + self.width_s <= known_s)
+            used = whole if whole.any() else used
+        rate = self._samples[used] / busy_s[used]
+        before = np.concatenate([[0.0], self._steps.cumsum()[:-1]])[used]
+        since_s = edge_s[used] + self._begin_s - origin_s
+        return Curve(step=self._first + before, t_s=since_s, mean=rate, low=rate, high=rate)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no row so far."""
+        return bool(np.isnan(self._begin_s))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the buckets take, in bytes."""
+        return self._samples.nbytes + self._steps.nbytes + self._busy_s.nbytes
+
+    def _spread(self, start_s: Floats, end_s: Floats, amount: Floats) -> Floats:
+        """Return (buckets,) the amounts (rows,), each spread evenly from its start to its end."""
+        size, count = self.width_s, len(self._samples)
+        first, last = (start_s / size).astype(np.int64), (end_s / size).astype(np.int64)
+        rate = amount / np.maximum(end_s - start_s, 1e-12)
+        inside = first == last
+        head = np.where(inside, amount, rate * ((first + 1) * size - start_s))
+        tail = np.where(inside, 0.0, rate * (end_s - last * size))
+        through = np.where(inside, 0.0, rate * size)
+        into = np.bincount(first, head, count + 1) + np.bincount(last, tail, count + 1)
+        steps = np.bincount(np.minimum(first + 1, last), through, count + 1)
+        steps -= np.bincount(last, through, count + 1)
+        return np.asarray(into + steps.cumsum())[:count]
+
+    def _double(self) -> None:
+        self.width_s *= 2
+        for name in ("_samples", "_steps", "_busy_s"):
+            values = getattr(self, name)
+            half = values.reshape(-1, 2, *values.shape[1:]).sum(axis=1)
+            setattr(self, name, np.concatenate([half, np.zeros_like(half)]))
 
 
 def _merge(half: NDArray[np.float64], fill: float) -> NDArray[np.float64]:

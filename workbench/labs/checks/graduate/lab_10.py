@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 _WIRE = """
 class _LabsSent:
     def __init__(self, wire, work):
-        self.wire, self.work = wire, work
+        self.wire, self.work, self.open = wire, work, True
+        wire.sent.append(self)
     def wait(self):
         self.wire.waits += 1
+        self.open = False
         return self.work.wait()
 
 class _LabsWire:
     def __init__(self):
         self.messages, self.sizes, self.begun, self.during = 0, [], [], None
+        self.sent = []
         self.waits = 0  # how often the worker waited for a message that it began
     def all_reduce(self, x):
         self.begin(x).wait()
@@ -77,8 +80,8 @@ def _labs_data(seed):
     return x, torch.randn(6, 2, generator=generator, dtype=torch.float64)
 """
 _ORDER = (
-    "all workers must send the same messages in the same order. If a .grad is None, send zeros "
-    "that have the type of the parameter"
+    "which line raises the error? If the error is about sizes: all workers must send the same "
+    "messages in the same order. If a .grad is None, send zeros that have the type of the parameter"
 )
 
 _FORGET = """
@@ -137,7 +140,7 @@ del _labs_look
 _TRIALS = [
     ([4, 4, 4, 4], [], 64, 8), ([4, 4, 4, 4], [1], 64, 8), ([1, 50, 2, 3], [], 64, 8),
     ([8], [], 8, 8), ([2, 2, 2, 2, 2, 2, 2], [0, 3], 48, 8), ([3, 3, 3], [], 10_000, 8),
-    ([4, 4, 4, 4, 4], [], 32, 4),
+    ([4, 4, 4, 4, 4], [], 32, 4), ([4, 4, 4, 4], [2], 64, 8),
 ]  # fmt: skip
 """Sizes of the parameters, which are frozen, the limit in bytes, and the bytes of one number."""
 
@@ -146,7 +149,7 @@ def _labs_look(kind, limit, steps, quiet, unused, keep, crossed):
     net, wire = _labs_net(rank, crossed), _LabsWire()
     parallel = kind(net, wire, limit)
     weights = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
-    told, done, waits = [], [], 0
+    told, done, waits, left = [], [], 0, 0
     net[0].weight.register_hook(lambda gradient: done.append(1))
     wire.during = lambda: len(done)
     for step in range(steps):
@@ -159,7 +162,7 @@ def _labs_look(kind, limit, steps, quiet, unused, keep, crossed):
                 or (unused == "pass 2" and part.start == 3))
             out = out.detach() * net[0].weight.sum() if left_out else out
             return ((out - y[part]) ** 2).mean()
-        wire.messages, wire.sizes, wire.begun, wire.waits = 0, [], [], 0
+        wire.messages, wire.sizes, wire.begun, wire.waits, wire.sent = 0, [], [], 0, []
         done.clear()
         if quiet:
             with parallel.no_sync():
@@ -172,6 +175,7 @@ def _labs_look(kind, limit, steps, quiet, unused, keep, crossed):
         early = sum(1 for one in wire.begun if one == 0)
         waits += wire.waits  # before finish: the backward pass stood still
         parallel.finish()
+        left += sum(one.open for one in wire.sent)
         told += [wire.messages, early, sum(wire.sizes)]
     grads = torch.cat([g.reshape(-1) for g in _labs_grads(net)])
     net2 = _labs_net(0, crossed)
@@ -190,7 +194,7 @@ def _labs_look(kind, limit, steps, quiet, unused, keep, crossed):
         mine.append([torch.zeros_like(p) if p.grad is None else p.grad.clone()
                      for p in net2.parameters() if p.requires_grad])
     true = torch.cat([sum(parts).reshape(-1) / world_size for parts in zip(*mine)])
-    return [weights, grads, true, told, waits]
+    return [weights, grads, true, told, waits, left]
 _labs_answer = _labs_look(KIND, LIMIT, STEPS, QUIET, UNUSED, KEEP, CROSSED)
 """
 """A step's gradients by the answer, and those of one device that computes all shares."""
@@ -315,7 +319,11 @@ def _mean_of(
 def flat(c: Check) -> None:
     """Call `average_flat` with tensors of several shapes. Compare the means, count the messages."""
     workers = have(c, "average_flat")
-    found = c.ask(_WIRE + _FLAT + _FORGET, hint=_ORDER)
+    found = c.ask(
+        _WIRE + _FLAT + _FORGET,
+        hint=f"{_ORDER}. One tensor of the check is a single number, with the shape (): `copy_` "
+        "works with all shapes",
+    )
     total = sum(10.0**rank for rank in range(workers)) / workers
     true = np.array(
         [total + i + 0.1 for i, count in enumerate((12, 1, 8, 1)) for _ in range(count)]
@@ -400,12 +408,13 @@ def _trained(
         source = source.replace(name, str(value))
     found = c.ask(_WIRE + source + _FORGET, hint=_ORDER)
     first = floats(c, found[0][0], kind)
-    for rank, (weights, grads, true, *_) in enumerate(found):
+    for rank, (weights, *_) in enumerate(found):
         c.need(
             np.array_equal(np.asarray(weights, dtype=float), first),
             f"After `{kind}(...)`, worker {rank} does not have the same weights as worker 0.",
             "`__init__` must make the weights of all workers equal",
         )
+    for rank, (_, grads, true, *_) in enumerate(found):
         values, truth = floats(c, grads, "finish"), np.asarray(true, dtype=float)
         where = "worker 0 did not use a layer" if unused else f"the limit was {limit} bytes"
         where += f" in {unused}" if isinstance(unused, str) else ""
@@ -470,6 +479,12 @@ def parallel(c: Check) -> None:
         f"a worker waited for {waits} messages during the backward passes of two steps",
         "a hook must only begin a message; call wait() in `finish`",
     )
+    left = max(int(worker[5]) for worker in small)
+    c.need(
+        not left,
+        f"In two steps, `finish` did not wait for {left} messages that a worker began.",
+        "call wait() on the result of each wire.begin(...): it also raises an error of its message",
+    )
     whole = _trained(c, "DataParallel", _LARGE)
     messages = [int(worker[3][0]) for worker in whole]
     c.expect(
@@ -483,6 +498,16 @@ def parallel(c: Check) -> None:
         _trained(c, "DataParallel", limit, unused=True)
     _trained(c, "DataParallel", _LARGE, unused="step 0")
     _trained(c, "DataParallel", 200, crossed=True)
+    crossed = _trained(c, "DataParallel", _SMALL, crossed=True)
+    early = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
+    c.need(
+        early >= 4,
+        "The check also used a model whose last module is used second. There, the first bucket is "
+        "complete late, and only then can the messages of the buckets that were complete before it "
+        f"begin. In a step, {early} of 7 messages began before the backward pass reached the first "
+        "layer, but at least 4 must.",
+        "when a message has begun, look at the next bucket too: it may have been complete for long",
+    )
     c.expect(True, "the means are right even if one worker did not use a layer", "")
 
 
@@ -578,19 +603,19 @@ def best(c: Check) -> None:
         times = {
             k: _exposed_s(sizes, backward, latency, speed, k) for k in range(1, len(sizes) + 1)
         }
-        case = f"blocks of {[f'{size:g}' for size in sizes]} bytes, latency {latency:g} s"
+        case = f"best_blocks({sizes}, {backward}, {latency:g}, {speed:g})"
         c.need(
             found in times,
-            f"For {case}, `best_blocks` returned {found:g}, which is not a possible number of "
-            "blocks.",
+            f"{case} returned {found:g}, which is not a possible number of blocks.",
             f"return a whole number of blocks, from 1 to {len(sizes)}",
         )
         least = min(times.values())
         c.need(
             times[int(found)] <= least * (1 + 1e-9),
-            f"For {case}, `best_blocks` returned {found:g}. With this number, "
+            f"{case} returned {found:g}. With this number, "
             f"{times[int(found)]:.4g} s are exposed, but with another number only {least:.4g} s.",
-            "try every number of blocks; the backward pass begins with the last block, and the "
-            "last bucket may be smaller",
+            "try every number of blocks. The backward pass begins with the last block, and the "
+            "last bucket may be smaller. A message begins when its blocks have their gradients and "
+            "the previous message has arrived",
         )
     c.expect(True, "`best_blocks` returns a number of blocks with the shortest exposed time", "")
