@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "accumulate": ({}, ("WB-FIT-027", "accumulate")),
     "too few": ({"microbatches": 1}, ("at least one microbatch per worker", "gpipe")),
     "too many": ({"microbatches": 11}, ("more microbatches than samples",)),
-    "naive": ({"schedule": "naive", "microbatches": 4}, ("one microbatch",)),
+    "naive": ({"schedule": "naive", "microbatches": 4}, ("WB-PLAN-079",)),
     "rounds": ({"schedule": "interleaved", "microbatches": 5}, ("rounds", "microbatches=4")),
     "virtual": ({"schedule": "gpipe", "stages_per_worker": 2}, ("one stage per worker",)),
     "split_at": ({"split_at": "9"}, ("WB-FIT-138", "0, 1, 2")),

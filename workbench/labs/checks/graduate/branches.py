@@ -43,6 +43,9 @@ _labs_answer = [list(rows_x.shape), rows_x[0].tolist(), float(rows_y.sum())]
 """
 
 
+_LOAD = "section 6 has a cell that makes `rows_x` and `rows_y`: run this cell again"
+
+
 @exercise("12.6", "Federated averaging", where="the engines")
 def fedavg(c: Check) -> None:
     """The gradient, a branch's rounds and the weighted mean; rows stay where they are."""
@@ -50,7 +53,7 @@ def fedavg(c: Check) -> None:
     found = c.ask(
         SENT + _BRANCH.format(begun=_BEGUN),
         limit_s=LIMIT_S,
-        hint="`office.add_up` takes one vector of numbers in each round",
+        hint="in each round, call `office.add_up` once with one vector of at most 10 numbers",
     )
     rows = [_branch(rank) for rank in range(n)]
     begun = np.array(_BEGUN)
@@ -99,8 +102,8 @@ def fedavg(c: Check) -> None:
     calls = len(found[0][5])
     c.need(
         calls == 3,
-        f"In three rounds `fedavg` called `office.add_up` {calls} times, but it must call it once "
-        "in each round.",
+        f"In three rounds `fedavg` called `office.add_up` {calls} times, but exactly one call in "
+        "each round is right.",
         "in each round, put everything that a branch sends to the office into one vector",
     )
     c.need(
@@ -109,13 +112,13 @@ def fedavg(c: Check) -> None:
         "do not use `dist` in `fedavg`: put the number of rows into the vector for the office",
     )
     c.expect(True, "`fedavg` returns the weighted means, and sends one vector in each round", "")
-    data = c.ask(_ROWS, limit_s=LIMIT_S, hint="run the cell of section 6 again")
+    data = c.ask(_ROWS, limit_s=LIMIT_S, hint=_LOAD)
     firsts = [tuple(one[1]) for one in data]
     c.expect(
         [one[0][0] for one in data] == [400, 350, 300, 250, 200][:n] and len(set(firsts)) == n,
         "each branch holds only its own rows",
         "a branch holds rows that are not its own",
-        "run the cell of section 6 that loads `rows_x` again",
+        _LOAD,
     )
 
 
@@ -186,7 +189,12 @@ del _labs_look
 def private(c: Check) -> None:
     """The norm of an update, the size of the noise, and the privacy that it gives."""
     n = have(c, "Office", "clip", "private_update", "dp_fedavg", "epsilon", "client_update")
-    found = c.ask(_PRIVATE, limit_s=LIMIT_S, hint="call each function with a small vector first")
+    found = c.ask(
+        _PRIVATE,
+        limit_s=LIMIT_S,
+        hint="which line raises the error? To find this line, call each function with a small "
+        "vector in a new cell that begins with %%distributed",
+    )
     clips = [floats(c, one, "clip", (3,)) for one in found[0][0]]
     c.need(
         bool(np.allclose(clips[0], [1.5, -2.0, 0.0])),
@@ -239,7 +247,7 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
     c.need(
         abs(float((np.abs(noise) < asked).mean()) - 0.6827) < 0.02,
         "The noise of `private_update` has the right standard deviation, but it is not Gaussian.",
-        "draw the noise with torch.randn: the formula of epsilon holds only for Gaussian noise",
+        "draw the noise with torch.randn: the formula of epsilon is valid only for Gaussian noise",
     )
     short = np.array([one[3] for one in drawn])
     c.need(
@@ -331,7 +339,7 @@ def _received(c: Check, seen: Any, n: int, rounds: int) -> Floats:
         f"In {rounds} rounds of `dp_fedavg` each branch sent {len(shapes)} vectors with the "
         f"lengths {sorted({shape[-1] for shape in shapes})}. It must send one vector of 9 numbers "
         "in each round.",
-        "in each round a branch sends only its private update",
+        "in each round a branch sends the result of `private_update` and nothing else",
     )
     return floats(c, seen, "office.seen")
 
@@ -383,6 +391,9 @@ _TURNS = itertools.count(100, 10)
 """Numbers of rounds that no check has used: an answer may keep the masks of a round."""
 
 
+_INTEGERS = "all numbers between `encode` and `decode` must have the type torch.int64"
+
+
 @exercise("12.8", "Secure aggregation", where="the engines")
 def secure(c: Check) -> None:
     """Masks cancel in the sum of all messages, and in no other sum."""
@@ -390,7 +401,7 @@ def secure(c: Check) -> None:
     vectors = np.random.default_rng(128).normal(size=(n, 9)).round(3)
     turn = next(_TURNS)
     source = SENT + _SECURE.format(vectors=vectors.tolist(), turn=turn)
-    found = c.ask(source, limit_s=LIMIT_S, hint="keep all numbers in torch.int64 until `decode`")
+    found = c.ask(source, limit_s=LIMIT_S, hint=_INTEGERS)
     plain = np.array([floats(c, one[0], "encode", (9,)) for one in found])
     off = np.abs(plain - np.rint(vectors * 2**16) % _R)
     c.need(
@@ -403,7 +414,7 @@ def secure(c: Check) -> None:
     c.need(
         found[0][7] == "torch.int64",
         f"`encode` returned numbers of the type {found[0][7]}, but must return torch.int64.",
-        "masks need whole numbers: convert to torch.int64",
+        "masks work only with whole numbers: convert the result to torch.int64",
     )
     backs = np.array([floats(c, one[6][0], "decode", (9,)) for one in found])
     c.need(
@@ -439,7 +450,7 @@ def secure(c: Check) -> None:
         c.need(
             masks == others,
             f"`masked` on branch {rank} called pair_seed only for the branches {masks}.",
-            "the formula needs one mask for each of the other branches",
+            "the formula of section 9 needs one mask for each of the other branches",
         )
         c.need(
             not one[8][1][1] or turn + 3 in one[8][1][1],
@@ -457,7 +468,7 @@ def secure(c: Check) -> None:
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask
     c.need(
         n == 1 or float(np.abs(np.sort(four) - np.linspace(0, 1, 2000)).max()) < 0.06,
-        "If one message is missing, the sum of the others must look random, but it does not.",
+        "If one message is missing, the sum of the other messages must look random. It does not.",
         "each pair of branches needs its own mask",
     )
     c.need(
@@ -476,20 +487,20 @@ def secure(c: Check) -> None:
     seen = found[0][5]
     c.need(
         len(seen) == 1,
-        f"`secure_sum` called `office.add_up` {len(seen)} times, but it must call it once.",
+        f"`secure_sum` called `office.add_up` {len(seen)} times, but exactly one call is right.",
         "send the masked message, and nothing else",
     )
     c.need(
         not any(one[10] for one in found),
         "`secure_sum` sent messages that did not go through the office.",
-        "do not use `dist` in `secure_sum`: other branches must not see the vector either",
+        "do not use `dist` in `secure_sum`: the other branches must not see this branch's vector",
     )
     got = floats(c, seen[0], "office.seen", (n, 9))
     right = np.array([floats(c, one[9], "masked", (9,)) for one in found])
     c.expect(
         bool(np.array_equal(got, right)),
         "the office received only masked messages, and the sum is right",
-        "the messages that the office received are not masked(encode(v), number)",
+        "the messages that the office received differ from `masked(encode(v), number)`",
         "first encode, then mask. If you mask first, the lower 16 bits of each number in the "
         "message have no mask, so the office can read them",
     )

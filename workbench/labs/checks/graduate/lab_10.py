@@ -351,7 +351,8 @@ def buckets(c: Check) -> None:
         wanted = _buckets(sizes, frozen, limit // of_one)
         case = f"For parameters of {[of_one * n for n in sizes]} bytes (float{8 * of_one}"
         case += f"; the parameters at positions {frozen} are frozen)" if frozen else ")"
-        case += f" and a limit of {limit} bytes, `make_buckets` returned the buckets {got}"
+        case += f" and a limit of {limit} bytes, `make_buckets` returned buckets with the "
+        case += f"parameters at positions {got}"
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
@@ -367,7 +368,7 @@ def buckets(c: Check) -> None:
         c.need(
             got == wanted,
             f"{case}. A bucket begins too early, begins too late, or is empty.",
-            "begin a new bucket if the next parameter would make this bucket larger than the limit",
+            "begin a new bucket if the next parameter would make the bucket larger than the limit",
         )
     c.expect(
         True,
@@ -417,7 +418,7 @@ def _trained(
     for rank, (_, grads, true, *_) in enumerate(found):
         values, truth = floats(c, grads, "finish"), np.asarray(true, dtype=float)
         where = "worker 0 did not use a layer" if unused else f"the limit was {limit} bytes"
-        where += f" in {unused}" if isinstance(unused, str) else ""
+        where += f" in {unused.replace('pass', 'backward pass')}" if isinstance(unused, str) else ""
         where += ", and the model did not use its layers in the listed order" if crossed else ""
         where += ", after zero_grad(set_to_none=False)" if keep else ""
         where += ", with two backward passes" if quiet else ""
@@ -427,11 +428,11 @@ def _trained(
             "gradients do not always arrive in the order of the bucket: register a hook for each "
             "parameter, and begin a bucket's message when the hooks of all its parameters have run"
             if crossed
-            else "`finish` must prepare every bucket for the next step. This includes a bucket "
-            "whose message `finish` itself began"
+            else "`finish` must prepare every bucket for the next step, even if `finish` itself "
+            "began the bucket's message"
             if unused == "step 0"
-            else "send the .grad of each parameter: if a parameter gets no gradient in the last "
-            "backward pass, its .grad still has the gradient of an earlier pass"
+            else "if a parameter gets no gradient in the last backward pass, its .grad still has "
+            "the gradient of an earlier pass: send this .grad, and not zeros"
             if unused == "pass 2"
             else "in every backward pass, count how many gradients of a bucket have arrived. Do "
             "not look at .grad to see this: a .grad can have old values from before this pass"
@@ -470,7 +471,7 @@ def parallel(c: Check) -> None:
         "at least 4 of 7 messages must begin before the backward pass reaches the first layer. In "
         f"the first step {early[0]} messages began so early, and in the second step {early[1]}",
         "begin the message of a bucket in the hook that gets the last gradient of this bucket, and "
-        "let `finish` prepare the next step",
+        "prepare the next step in `finish`",
     )
     waits = max(int(worker[4]) for worker in small)
     c.expect(
@@ -483,7 +484,7 @@ def parallel(c: Check) -> None:
     c.need(
         not left,
         f"In two steps, `finish` did not wait for {left} messages that a worker began.",
-        "call wait() on the result of each wire.begin(...): it also raises an error of its message",
+        "call wait() on the result of each wire.begin(...): if a message failed, wait() says why",
     )
     whole = _trained(c, "DataParallel", _LARGE)
     messages = [int(worker[3][0]) for worker in whole]
@@ -502,11 +503,12 @@ def parallel(c: Check) -> None:
     early = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
     c.need(
         early >= 4,
-        "The check also used a model whose last module is used second. There, the first bucket is "
-        "complete late, and only then can the messages of the buckets that were complete before it "
-        f"begin. In a step, {early} of 7 messages began before the backward pass reached the first "
-        "layer, but at least 4 must.",
-        "when a message has begun, look at the next bucket too: it may have been complete for long",
+        "The check also used a model that calls its last module second. So some buckets are "
+        "complete before the first bucket, but their messages must wait until the message of the "
+        f"first bucket has begun. In a step, {early} of 7 messages began before the backward pass "
+        "reached the first layer, but at least 4 must begin before it.",
+        "after you begin a message, look at the next bucket: if it is complete, begin its message "
+        "too",
     )
     c.expect(True, "the means are right even if one worker did not use a layer", "")
 
@@ -533,8 +535,8 @@ def accumulating(c: Check) -> None:
     early = min(one[step] for one in told for step in (2, 6))
     c.expect(
         all(one[1] == one[5] == 7 for one in told) and early >= 4,
-        "after no_sync(), the backward pass sends the summed gradients of both passes while it "
-        "computes",
+        "the backward pass after no_sync() sends the sum of its own gradients and the earlier "
+        "gradients while it computes",
         f"after no_sync(), two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters. "
         f"In one of these steps, {early} messages began during the backward pass. Each step must "
         "send 7 messages, and at least 4 of them must begin during the backward pass",
