@@ -81,6 +81,22 @@ def called_back():
     return {"heard": heard, "evals": result.evals}
 
 
+def returns_a_dictionary():
+    """Train with a `step_fn` that returns a dictionary, as Lightning's `training_step` may."""
+    import torch
+    from torch.nn import functional
+
+    from workbench.engine.training.fit import fit
+
+    def step_fn(model, batch):
+        logits = model(batch[0])
+        return {"loss": functional.cross_entropy(logits, batch[1]), "logits": logits}
+
+    x, y = torch.randn(40, 8), torch.randint(0, 3, (40,))
+    fit(torch.nn.Linear(8, 3), (x, y), step_fn=step_fn, batch_size=10, steps=2,
+        optimizer=lambda p: torch.optim.SGD(p, 0.2))  # fmt: skip
+
+
 def frozen_statistics(evaluate=True):
     """Train with a BatchNorm that evaluates; return what it holds, and which layers train.
 

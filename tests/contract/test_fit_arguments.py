@@ -55,13 +55,19 @@ def test_a_layer_that_evaluates_does_so_after_an_evaluation_too(
     assert not [text for text in told if "microbatch" in text]  # it normalises over none
 
 
+def test_a_step_fn_that_returns_a_dictionary_is_told_to_return_its_loss(workers: Workers) -> None:
+    for report in workers.run("mirrored", fit_cells.returns_a_dictionary, workers=2):
+        assert "WB-FIT-192" in str(report.error)
+        assert "loss, logits" in str(report.error)
+
+
 def test_callbacks_hear_steps_epochs_and_the_end(workers: Workers) -> None:
     for found in values(workers.run("mirrored", fit_cells.called_back, workers=2)):
         heard = [tuple(event) for event in found["heard"]]
         assert [step for kind, step in heard if kind == "step"] == list(range(8))
         assert [epoch for kind, epoch in heard if kind == "epoch"] == [0, 1]
         assert heard[-1] == ("end", None)
-        assert [one["step"] for one in found["evals"]][:2] == [2, 5]
+        assert [(one["step"], one["epoch"]) for one in found["evals"]] == [(2, 0), (5, 1), (7, 1)]
         assert all(0 <= one["right"] <= 1 for one in found["evals"])
 
 

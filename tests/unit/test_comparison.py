@@ -36,6 +36,39 @@ def test_speedup_and_efficiency_are_against_one_device() -> None:
     assert compared.notes == ()
 
 
+@pytest.mark.parametrize(("compute_s", "doubted"), [(0.001, True), (0.005, False)])
+def test_a_speedup_above_the_number_of_workers_is_doubted(compute_s: float, doubted: bool) -> None:
+    """A step of one device takes 23 ms; one of two workers 7 ms (3.3x) or 11 ms (2.1x) of noise."""
+    runs = [
+        make_summary("one_device", **ONE),
+        make_summary("mirrored", ranks=2, compute_s=compute_s),
+    ]
+    runs[1] = replace(runs[1], low_per_s=0.8 * runs[1].samples_per_s)
+    found = [note for note in compare(runs).notes if "mirrored" in note]
+    assert bool(found) is doubted
+    faulty = replace(runs[0], faults=("slow=0:50ms",))
+    assert not any("mirrored" in note for note in compare([faulty, runs[1]]).notes)
+
+
+def test_own_batchnorms_explain_why_losses_differ() -> None:
+    history = make_history(make_rows(20, 2))
+    history.hear("note", {"text": "Norms.", "topic": "own_norms"})
+    own = summarise(history, {"name": "b", "strategy": "mirrored"})
+    notes = compare([make_summary("one_device"), own]).notes
+    assert any("BatchNorm" in note and " b," in note for note in notes)
+    assert not any("BatchNorm" in note for note in compare([own]).notes)
+    assert not any("BatchNorm" in n for n in compare([make_summary("a"), make_summary("b")]).notes)
+
+
+def test_a_run_that_still_trains_is_not_called_failed() -> None:
+    runs = [make_summary("a"), replace(make_summary("b"), state="running", total_steps=100)]
+    compared = compare(runs)
+    assert [row.state for row in compared.rows] == ["finished", "running"]
+    (note,) = [note for note in compared.notes if note.startswith("b ")]
+    assert "running after 20 of 100" in note
+    assert "did not" not in note
+
+
 def test_without_one_device_there_is_no_speedup_and_it_is_said() -> None:
     compared = compare([make_summary("mirrored", ranks=2), make_summary("fsdp", ranks=2)])
     assert [row.speedup for row in compared.rows] == [None, None]

@@ -182,6 +182,8 @@ def test_a_run_that_goes_on_is_not_checked(tmp_path, capsys):
     assert (status, found["runs"][1]["state"]) == (2, "running")
     status, found = compared(capsys, *places)
     assert (status, [one["held"] for one in found["checks"]]) == (2, [None])
+    assert "running" in " ".join(found["notes"])
+    assert "failed" not in " ".join(found["notes"])
 
 
 def test_a_loss_that_became_no_number_is_above_every_limit():

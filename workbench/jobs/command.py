@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -126,13 +126,12 @@ def _compare(given: argparse.Namespace) -> int:
 
     conditions = [parse_condition(text) for text in given.fail_if]
     loaded = [(place, *load_place(place)) for place in given.places]
-    summaries = [run.summarise() for _, run, _ in loaded]
+    # A loaded run without an end counts as failed; a live process says that it still trains.
+    summaries = [replace(run.summarise(), state=state_of(run, at)) for _, run, at in loaded]
     compared = compare(summaries)
     runs = [
-        {**figures_of(run, summary, place=str(place), state=state_of(run, folder)), "run": label}
-        for (place, run, folder), summary, label in zip(
-            loaded, summaries, compared.labels, strict=True
-        )
+        {**figures_of(run, summary, place=str(place), state=summary.state), "run": label}
+        for (place, run, _), summary, label in zip(loaded, summaries, compared.labels, strict=True)
     ]
     known = dict.fromkeys((*METRICS, *(key for one in runs for key in one if key[:5] == "eval_")))
     for condition in conditions:

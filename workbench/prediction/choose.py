@@ -477,12 +477,28 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
                     f"{row.candidate.name} was not measured. Its predicted speed ({_rate(low)} to "
                     f"{_rate(high)} samples/s) may exceed the best measured speed."
                 )
+    found += _too_fast(rows, best)
     if any(row.known == "bounded" for row in rows):
         found.append(
             "Some strategies were not measured, and only an upper bound of their speed is known. "
             "The bound assumes that no worker ever waits."
         )
     return tuple(found)
+
+
+def _too_fast(rows: Sequence[Row], best: Row | None) -> list[str]:
+    """Return a doubt if the best strategy gains more than its number of workers."""
+    alone = next((row for row in rows if row.candidate.entry.name == BASELINE), None)
+    if best is None or alone is None or best.candidate.workers == 1:
+        return []
+    name, workers = best.candidate.name, best.candidate.workers
+    if not best.samples_per_s[1] > workers * alone.samples_per_s[2]:
+        return []
+    return [
+        f"{name} was more than {workers} times as fast as {BASELINE}, with only {workers} workers. "
+        "Usually this means that another program used the machine during the short run of "
+        f"{BASELINE}. To be sure, choose again."
+    ]
 
 
 def _rate(value: float) -> str:

@@ -53,6 +53,8 @@ class Topic(str, Enum):
     """An earlier run had trained the model, which makes comparisons unfair."""
     LOSS_LOST = "loss_lost"
     """`value`: the first step whose loss is not a number."""
+    OWN_NORMS = "own_norms"
+    """Each worker's BatchNorm normalises over its own share, so the result is not one device's."""
     NOT_ON_DISK = "not_on_disk"
     """`value`: why a part of the run could not be written."""
     DAMAGED = "damaged"

@@ -129,7 +129,7 @@ class Training:
         result.steps = context.trained - self.base
         result.loss = _loss(last)
         if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
-            self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
+            self.evaluate(strategy, (self.job.total_steps - 1) // self.job.steps_per_epoch)
         if context.sync:
             self.regrouping.save(self.checkpoints.save)
         context.gate.deals = False

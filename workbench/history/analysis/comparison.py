@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import RunError, unknown
+from ...shared.events import OVER
 from .rows import (
     RUN_COLORS,
     SHARES,
@@ -108,6 +109,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
             replace(row, payoff=payoff_of(rows[base], row)) if i != base else row
             for i, row in enumerate(rows)
         )
+    notes = (*notes, *_too_fast(rows, rows[index]))
     whole = not any(run.damaged for run in runs)
     return Comparison(
         rows=rows,
@@ -468,6 +470,7 @@ def fairness_notes(groups: Sequence[Sequence[RunSummary]], names: Sequence[str])
     found += _seeds(plans)
     found += _devices(runs)
     found += _updates(plans)
+    found += _norms(plans)
     for run in runs:
         found += _single(run)
     return tuple(found)
@@ -543,6 +546,30 @@ def _updates(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
     ]
 
 
+def _norms(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
+    """Return why the results of runs differ although their batches are equal."""
+    own = [name for name, group in plans.items() if any(run.own_norms for run in group)]
+    if not own or len(plans) < 2:
+        return []
+    return [
+        f"BatchNorm normalised over each worker's share of the batch in {', '.join(own)}, so the "
+        "result differs from the result on one device."
+    ]
+
+
+def _too_fast(rows: Sequence[ComparisonRow], base: ComparisonRow) -> list[str]:
+    """Return a doubt about each speed-up that is larger than the number of workers."""
+    if base.faults or base.strategy != BASELINE:
+        return []
+    return [
+        f"{row.name} is {row.relative:.2g}x faster than {base.name}, with only {row.workers} "
+        "workers. Usually this means that another program used the machine during the run of "
+        f"{base.name}. Repeat the comparison, for example with --seeds 3."
+        for row in rows
+        if row.relative > row.workers > 1 and not row.relative_low <= row.workers
+    ]
+
+
 def _single(run: RunSummary) -> list[str]:
     found = []
     if run.trained_before:
@@ -554,8 +581,9 @@ def _single(run: RunSummary) -> list[str]:
         )
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""
-        after = run.first_step + run.steps
-        found.append(f"{run.name} did not finish: {run.state} after {after}{of} steps.")
+        after = f"{run.state} after {run.first_step + run.steps}{of} steps"
+        ended = "did not finish" if run.state in OVER else "has not ended yet"
+        found.append(f"{run.name} {ended}: {after}.")
     if run.diverged:
         found.append(
             f"{run.name} diverged: its loss became NaN or infinite. Means use only finite losses."

@@ -65,6 +65,7 @@ class RunSummary:
         first_step: Number of its first step, from 0. It is larger if an earlier run was continued.
         trained_before: Whether the model had been trained by an earlier run.
         diverged: Whether its loss became NaN or infinite.
+        own_norms: Whether each worker's BatchNorm normalised over its own share of the batch.
         damaged: Data that were missing or changed in the folder it was loaded from.
         options: The strategy's options.
         faults: Faults that were injected, as typed.
@@ -112,6 +113,7 @@ class RunSummary:
     faults: tuple[str, ...] = ()
     trained_before: bool = False
     diverged: bool = False
+    own_norms: bool = False
     damaged: tuple[str, ...] = ()
     unmeasured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -195,6 +197,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         faults=tuple(meta.get("faults") or ()),
         trained_before=bool(meta.get("trained_before", False)),
         diverged=Topic.LOSS_LOST in history.story.facts,
+        own_norms=Topic.OWN_NORMS in history.story.facts,
         damaged=tuple(history.story.facts.get(Topic.DAMAGED, ())),
         unmeasured=snapshot.unmeasured if totals.rows.any() else PARTS,
         notes=snapshot.notes,

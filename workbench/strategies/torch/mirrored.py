@@ -137,7 +137,7 @@ class Mirrored(Strategy):
                 "BatchNorm normalises over each worker's share of the batch, not over the whole "
                 "batch, so the result differs from the result on one device."
             )
-            self.context.emit(events.Noted(rank=0, text=text))
+            self.context.emit(events.Noted(rank=0, text=text, topic=events.Topic.OWN_NORMS))
 
     def step(self, share: Share) -> StepResult:
         """Run backward on this worker's share; backward ends with the average.

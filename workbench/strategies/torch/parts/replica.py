@@ -138,6 +138,15 @@ class Trainer:
             if self.job.step_fn is not None:
                 with self._around_step_fn:
                     loss = self.job.step_fn(self.forward, batch)
+                if not isinstance(loss, torch.Tensor):
+                    raise FitError(
+                        "`step_fn` must return the mean loss of the batch.",
+                        seen=type(loss).__name__
+                        + (f" with the keys {', '.join(loss)}" if isinstance(loss, dict) else ""),
+                        allowed="a tensor with one number",
+                        next_step='return only the loss, for example step_fn(model, batch)["loss"]',
+                        code="WB-FIT-192",
+                    )
             else:
                 x, y = batch
                 loss = self.job.loss(self.forward(x), y)
