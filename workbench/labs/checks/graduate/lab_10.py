@@ -500,12 +500,12 @@ def parallel(c: Check) -> None:
     _trained(c, "DataParallel", _LARGE, unused="step 0")
     _trained(c, "DataParallel", 200, crossed=True)
     crossed = _trained(c, "DataParallel", _SMALL, crossed=True)
-    early = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
+    earliest = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
     c.need(
-        early >= 4,
+        earliest >= 4,
         "The check also used a model that calls its last module second. So some buckets are "
         "complete before the first bucket, but their messages must wait until the message of the "
-        f"first bucket has begun. In a step, {early} of 7 messages began before the backward pass "
+        f"first bucket has begun. In a step, {earliest} of 7 messages began before the backward pass "
         "reached the first layer, but at least 4 must begin before it.",
         "after you begin a message, look at the next bucket: if it is complete, begin its message "
         "too",
