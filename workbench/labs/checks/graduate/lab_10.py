@@ -505,8 +505,8 @@ def parallel(c: Check) -> None:
         earliest >= 4,
         "The check also used a model that calls its last module second. So some buckets are "
         "complete before the first bucket, but their messages must wait until the message of the "
-        f"first bucket has begun. In a step, {earliest} of 7 messages began before the backward pass "
-        "reached the first layer, but at least 4 must begin before it.",
+        f"first bucket has begun. In a step, {earliest} of 7 messages began before the backward "
+        "pass reached the first layer, but at least 4 must begin before it.",
         "after you begin a message, look at the next bucket: if it is complete, begin its message "
         "too",
     )
