@@ -189,8 +189,8 @@ class Recipe:
                 "The function uses variables of its enclosing function. These variables do not "
                 "exist on the engines.",
                 seen=", ".join(sorted(free)),
-                next_step="make the variables arguments of the function: a recipe's arguments need "
-                "default values; for other functions, use cluster.run(function, args=(...))",
+                next_step="pass the variables as arguments of the function: with default values "
+                "if it is a recipe, otherwise with cluster.run(function, args=(...))",
                 code="WB-PLAN-036",
             )
         return Recipe(source=undecorated(source), origin=name, function=name, args=args)

@@ -273,9 +273,9 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
     if numbers and not by_bus and len({one.name for one in found}) > 1:
         notes.append(
             f"For CUDA_VISIBLE_DEVICES={wanted}, Workbench numbers the GPUs by their position on "
-            "the PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU, and "
-            "these GPUs are different models. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use "
-            "the same numbers."
+            "the PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU. "
+            "These GPUs are different models, so one number can mean two different GPUs. Set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same numbers."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]
 

@@ -345,7 +345,8 @@ def listening(listen: str) -> str:
 def _choices(here: Mapping[str, list[str]]) -> str:
     own = ", ".join(f"{name} ({', '.join(each)})" for name, each in here.items())
     return (
-        f"an interface or its IPv4 address: {own}; a network (10.0.0.0/8); or this machine's name"
+        "a network (10.0.0.0/8), this machine's name, or one of these interfaces or addresses: "
+        f"{own}"
     )
 
 

@@ -549,8 +549,8 @@ def _recorded(plan: Plan) -> list[str]:
             )
         ]
         lines += [
-            "If a run was interrupted, the next start continues from the last checkpoint. After "
-            "a stop, the next start begins a new run.",
+            "If a run was interrupted, the next start continues from the last checkpoint. If "
+            "it was stopped with this command, the next start begins a new run.",
             "",
         ]
     else:

@@ -102,10 +102,10 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint does not belong to this cell: the cell that wrote it took a "
-                "different number of steps before this training.",
-                seen=f"{self.context.trained} steps in this cell, and {about['base']} steps in the "
-                "cell that wrote the checkpoint",
+                "The checkpoint was written by another cell: in that cell, the trainings before "
+                "this training took a different number of steps.",
+                seen=f"steps before this training: {self.context.trained} in this cell, "
+                f"{about['base']} in the cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
                 code="WB-FIT-002",
             )

@@ -162,7 +162,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
         raise FitError(
             "`split_at` must cut the model into one stage for each device.",
             seen=f"{len(starts) + 1} stages for {stages} devices",
-            allowed=f"exactly {stages - 1} layers in split_at",
+            allowed=f"exactly {stages - 1} layer" + "s" * (stages != 2) + " in split_at",
             next_step=f"use -n {len(starts) + 1}",
             code="WB-FIT-079",
         )

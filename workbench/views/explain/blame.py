@@ -65,12 +65,13 @@ class BlameMatrix(Picture, Blame):
         ]
 
     def _counted(self) -> str:
-        words = f"Counted: {int(self.steps.max(initial=0))} steps"
+        kind = "stored steps" if self.stride > 1 else "steps"
+        words = f"Counted: {int(self.steps.max(initial=0))} {kind}"
         if self.first is not None or self.last is not None:
             last = "the end" if self.last is None else f"step {self.last}"
             words += f", from step {self.first or 0} to {last}"
         if self.stride > 1:
-            words += f"; only one of every {self.stride} steps is stored and counted"
+            words += f" (one of every {self.stride} steps is stored)"
         return words
 
     def canvas(self) -> Canvas:
@@ -141,9 +142,9 @@ def _time(seconds: float) -> str:
 
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
-    "synchronous": "each step would end when the last of the other workers is ready",
-    "pipeline": "each step would be shorter by the time that worker {worker} is busy longer than "
-    "the busiest of the other workers. The pipeline would also fill faster. The estimate does not "
+    "synchronous": "each all-reduce would begin when the last of the other workers is ready",
+    "pipeline": "each step would be shorter by the difference between the busy time of worker "
+    "{worker} and the longest busy time of the other workers. The pipeline would also fill faster. The estimate does not "
     "include this effect, so the real gain is larger",
     "asynchronous": "a step of worker {worker} would take the other workers' median step time",
 }
@@ -174,9 +175,11 @@ class WhatIfPicture(Picture, WhatIf):
         """Return the result and the model behind it."""
         found = [*self.sentences(), self._estimate()]
         if self.stride > 1:
-            found.append(f"Only one of every {self.stride} steps is stored and recomputed.")
+            found.append(
+                f"Only one of every {self.stride} steps is stored and used in this estimate."
+            )
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
-            found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
+            found.append(f"{name}: the latest {len(shown.step)} steps took {_length(shown)}")
         return "\n".join(found)
 
     def canvas(self) -> Canvas:

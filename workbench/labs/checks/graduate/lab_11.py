@@ -580,8 +580,8 @@ def saved(c: Check) -> None:
         float(square) == float(square_true),
         f"For z * z, autograd saves z: ten float64 numbers, which have 80 bytes. But `saved_bytes` "
         f"returned {float(square):g}.",
-        "autograd saves z twice: count tensors with the same data_ptr() once; element_size() is "
-        "the number of bytes of one number",
+        "autograd saves the same tensor z twice: count tensors with the same data_ptr() once. "
+        "element_size() is the number of bytes of one number",
     )
     c.need(
         float(net) == float(net_true),

@@ -34,7 +34,12 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
             code="WB-FIT-157",
         )
     if context.strategy is not None or context.weights is not None:
-        raise FitError("This cell already records a training loop.", code="WB-FIT-158")
+        raise FitError(
+            "This cell already trains.",
+            allowed="one wb.watch, wb.prepare or wb.fit in a cell",
+            next_step="put this loop into its own cell",
+            code="WB-FIT-158",
+        )
     wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     several = context.spec.world_size > 1
     inside, by_optimizer = _communicates(model), averaging(model)

@@ -143,12 +143,16 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
         raise FitError(
             "`split_at` gives the wrong number of stages.",
             seen=f"split_at={split_at} gives {len(bounds) - 1} stages",
-            allowed=f"{stages} stages, so {stages - 1} layers in split_at",
-            next_step=f"name {stages - 1} layers in split_at, or change the number of stages with "
+            allowed=f"{stages} stages, so {_layers(stages - 1)} in split_at",
+            next_step=f"name {_layers(stages - 1)} in split_at, or change the number of stages with "
             "-n (with hybrid: -o stages)",
             code="WB-FIT-140",
         )
     return bounds
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" + "s" * (count != 1)
 
 
 def with_aliases(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
