@@ -67,9 +67,9 @@ HEAD = """# All errors by code
 
 Each error and warning of Workbench has a code, at the end of its first line and as `error.code`:
 `There is no strategy with this name. [WB-PLAN-...]`. The code stays the same if the words change.
-So search for the code on this page, and compare `error.code` in your own programs. If an error in
-the notebook reports an error of a rank, both have the same code. `{name}` is replaced by a value at
-run time.
+So search for the code on this page. In your own programs, test `error.code`, not the words. If an
+error in the notebook reports an error of a rank, both errors have the same code. Words in braces,
+such as `{name}`, stand for values that are filled in at run time.
 [errors.md](errors.md) shows the most frequent errors in full, with the step that solves each one.
 """
 

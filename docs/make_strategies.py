@@ -50,14 +50,15 @@ netG, optG, loader = wb.prepare(netG, optG, loader)
 netD, optD = wb.prepare(netD, optD)
 ```
 
-The gradients of all these models are averaged. Workbench also checks that all workers have
-[equal copies](metrics.md#equal-copies) of the models. For Workbench, a step ends when the first
-pair's `optimizer.step()` has ended. If the loop updates another model after this, Workbench counts
-the time of this update in the next step, as its part `other`. To avoid this, call `wb.prepare`
-first for the pair whose `optimizer.step()` comes last in each iteration. `one_device` and
-`mirrored` accept several pairs. The run's final weights are the weights of the first model. If you
-save checkpoints, pass the other models and their optimizers to the first `wb.prepare`:
-`keep=[netD, optD]`.
+For each of these models, the gradients are averaged over the workers. Workbench also checks that
+all workers have [equal copies](metrics.md#equal-copies) of the models. For Workbench, a step ends
+when the first pair's `optimizer.step()` has ended. If the loop updates another model after this,
+Workbench counts the time of this update in the next step, as `other`
+(one of the [parts of a step](metrics.md#the-parts-of-a-step)). To avoid this, call `wb.prepare`
+first for the pair whose `optimizer.step()` comes last in each iteration. Only the strategies
+`one_device` and `mirrored` accept several pairs. The run's final weights are the weights of the
+first model. If you save checkpoints, pass the other models and their optimizers to the first
+`wb.prepare`: `keep=[netD, optD]`.
 
 If an optimizer has parameters whose gradients are not averaged, a warning shows their shapes.
 """
@@ -113,7 +114,7 @@ def cadence(entry) -> str:
     if entry.sync:
         return "synchronous"
     return (
-        f"asynchronous; synchronous with `{entry.sync_option}`"
+        f"asynchronous; synchronous with the option `{entry.sync_option}`"
         if entry.sync_option
         else ("asynchronous")
     )
@@ -162,10 +163,13 @@ def facts(entry) -> str:
         lines.append(f"- servers: {entry.servers}, started automatically")
     if entry.copies_option:
         lines[-1] += (
-            f"; `{entry.copies_option}=2` keeps a copy of each server's part on another server"
+            f"; `{entry.copies_option}=2` keeps a copy of each server's parameters on another "
+            "server"
         )
     if entry.max_workers != 1 and entry.anywhere:
-        able = "can share a GPU (`--devices cuda`)" if entry.shares_gpu else "need one GPU each"
+        able = (
+            "can use the same GPU (`--devices cuda`)" if entry.shares_gpu else "need one GPU each"
+        )
         who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"
         lines.append(f"- on GPUs, {who} {able}")
     if missing := sorted(catalog.FIT_FEATURES - entry.supports):
@@ -188,7 +192,7 @@ def facts(entry) -> str:
         named = [f"`{name}={value}`" for name, value in entry.exact_with]
         if entry.sync_option:
             named.append(f"`{entry.sync_option}=true`")
-        given = ", ".join(named) + " and optimizer SGD" * entry.linear_only
+        given = ", ".join(named) + " and the optimizer SGD" * entry.linear_only
         lines.append(
             f"- with {given}, the result of several workers is the same as on one device, except "
             "for rounding errors"

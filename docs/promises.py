@@ -27,7 +27,7 @@ CLOSURE = "nothing: another worker repeats the current closure"
 REFUSED = "nothing: Workbench refuses this before the run begins"
 NOT_DONE = "the run ends: it cannot continue without a server"
 ENDS = "the run ends; after a resume, the steps since the last checkpoint"
-STOPPED = "nothing: the run stops at a step, with its checkpoint"
+STOPPED = "nothing: the run stops after a step and writes a checkpoint"
 
 
 @dataclass(frozen=True)

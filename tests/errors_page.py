@@ -19,8 +19,8 @@ of the message change. [error-codes.md](error-codes.md) lists all codes.
 
 The tests really make each of the mistakes below, and the page shows the error that appeared. After
 each mistake the test does what the error says after `next:`, and checks that the cluster works.
-Every example uses the code below, but shows only what is different: `...` stands for the arguments
-of `wb.fit` that are as here:
+Every example uses the code below, but shows only what is different. In the examples, `...` stands
+for the arguments of `wb.fit` that are the same as in this code:
 
 ```python
 import torch

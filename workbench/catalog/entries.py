@@ -318,7 +318,7 @@ TORCH: tuple[Strategy, ...] = (
         framework="torch",
         term="local SGD (federated averaging, DiLoCo)",
         summary="Workers train alone for some steps. Then they average their parameters, or take "
-        "an outer step towards their mean (DiLoCo).",
+        "a step towards this average (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
         suits="slow links, and data that must stay on its host",
@@ -577,7 +577,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="number of servers; each new variable goes to the next server",
+                help="number of servers; TensorFlow places the variables on the servers in turn",
             ),
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",

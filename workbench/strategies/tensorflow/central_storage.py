@@ -17,7 +17,8 @@ why).
 
 Sources: tf.distribute.experimental.CentralStorageStrategy,
 https://www.tensorflow.org/guide/distributed_training#centralstoragestrategy; Li et al., Scaling
-Distributed Machine Learning with the Parameter Server, OSDI 2014, for the idea with one server.
+Distributed Machine Learning with the Parameter Server, OSDI 2014 (a similar method, with servers
+instead of a device).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ The loss of worker r is multiplied by samples_r / samples (the size of its share
 size of the batch). So the sum of the gradients is the gradient of the whole batch, even if shares
 are unequal. The server always adds the gradients in the order of
 the ranks, so two runs with the same seed agree to the last bit. Clipping needs the sum of the
-gradients, so the server clips and then takes the optimizer's step. The optimizer's state exists
-only once. The learning rate, the momentum and the other settings come from the user's optimizer and
-scheduler on worker 0.
+gradients, so the server clips the sum and then takes the optimizer's step. The optimizer's state
+exists only once. The learning rate, the momentum and the other settings come from the user's
+optimizer and scheduler on worker 0.
 
 In each step a worker sends as many bytes as the gradient has, and receives as many as the
 parameters have. For embedding tables with sparse gradients it sends and receives only the needed

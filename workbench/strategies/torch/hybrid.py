@@ -23,11 +23,11 @@ Workbench itself adds up these gradients, without DistributedDataParallel, becau
 DistributedDataParallel does not know when the last microbatch has left a stage.
 
 In the message with its gradients, each worker also sends the time when it was ready, so that sync
-wait and transfer can be measured separately. The worker that computed longest in the step is named
-as the cause of all waits, including waits in other rows and columns. A worker sends the messages of
-its pipeline, and 2 (d-1)/d times the size of its stage's gradients (a ring all-reduce over d
-pipelines). In each pipeline only the worker with the last stage counts samples, so that the sum of
-the counts is the batch size.
+wait and transfer can be measured separately. Workbench names the worker that computed longest in
+the step as the cause of all waits, including waits in other rows and columns. In each step, a
+worker sends the messages of its pipeline, and 2 (d-1)/d times the size of its stage's gradients (a
+ring all-reduce over d pipelines). In each pipeline only the worker with the last stage counts
+samples, so that the sum of the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
 share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
@@ -41,9 +41,10 @@ workers can update:
     worker 3   sum of stage 1 --+
 
 A worker updates only after messages within the rows and the columns have confirmed that every other
-worker has its sum. If a death interrupts the confirmation, some workers may already have taken the
-step. In this case the other workers take the step too. They can do this alone, because every worker
-has its sum. If no worker has taken the step, the workers begin it again.
+worker has the sum for its stage. If a death interrupts the confirmation, some workers may already
+have taken the step. In this case the other workers take the step too. They do not need the dead
+worker for this, because every worker already has its sum. If no worker has taken the step, the
+workers begin the step again.
 """
 
 from __future__ import annotations

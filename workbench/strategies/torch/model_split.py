@@ -20,13 +20,13 @@ batches, Workbench checks that all workers have read the same targets
 samples, are added up before the optimizer's step. So the result is the same as on one device. The
 exception is BatchNorm, which normalises over a microbatch instead of the batch. Two stages can use
 the same parameter: for example, the weight of the embedding can also be the weight of the output
-layer. Then both stages hold the parameter, and add up its gradients before the step.
+layer. In this case both stages hold the parameter, and add up its gradients before the step.
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
 computes the loss itself, the workers send the targets with the activations. In this case all
 microbatches must be equally large.
 
-If you pass a function that builds the model, no worker ever holds the whole model
+If you give `wb.fit` a function that builds the model, no worker ever holds the whole model
 (`pipeline/pipeline.py`). The option `split_at` names the layers at which the model is cut. Without
 this option, Workbench chooses these layers from measured times (`pipeline/cut.py`).
 """

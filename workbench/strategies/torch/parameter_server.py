@@ -36,9 +36,9 @@ each push.
                           device
 
 If the staleness is unbounded, there is no sync wait. With `max_staleness`, the sync wait is the
-time for which the server delayed its answer to a worker that was too far ahead. This wait is
-assigned to the last worker that was too far behind, because the push of this worker ended the
-delay. The server tells the waiting worker which worker this was. With `sync=true`, the sync wait is
+time for which the server delayed its answer to a worker that was too far ahead. The cause of this
+wait is the last worker that was too far behind, because the push of this worker ended the delay.
+The server tells the waiting worker which worker this was. With `sync=true`, the sync wait is
 measured as under `central_storage`.
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), workers push only the gradient's

@@ -11,19 +11,19 @@ implementation.
                                  g -- reduce-scatter --> g_r = mean over workers of shard r
     update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
 
-Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. Worker
-r's loss is multiplied by n x samples_r / samples, as under `mirrored`, so the mean over workers is
-the mean over samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient
-and two moments. With n workers, each worker needs 16/n bytes per parameter, plus the memory of one
-gathered unit (usually a layer). In a step, every worker sends 3 (n-1)/n times the parameters' size;
-under `mirrored` it sends 2 (n-1)/n times this size. With `reshard=false`, gathered units stay in
-memory from the forward pass to the backward pass. Then every worker sends only 2 (n-1)/n times the
-parameters' size, but needs more memory.
+Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. As
+under `mirrored`, each worker's loss is multiplied by n x (size of its share) / (size of the batch),
+so the mean over workers is the mean over samples. With Adam, a float32 parameter needs 16 bytes:
+the parameter, its gradient and two moments. With n workers, each worker needs 16/n bytes per
+parameter, plus the memory of one gathered unit (usually a layer). In a step, every worker sends
+3 (n-1)/n times the parameters' size; under `mirrored` it sends 2 (n-1)/n times this size. With
+`reshard=false`, gathered units stay in memory from the forward pass to the backward pass. In this
+case every worker sends only 2 (n-1)/n times the parameters' size, but needs more memory.
 
-If you pass a function that builds the model, only rank 0 builds the model with the values of its
-parameters. The other workers build the model without values (device `meta`). Rank 0 sends each
-worker the values of this worker's part, row by row (`Filling` in the source). So the host's memory
-holds the whole model only once, and no worker's device ever holds the whole model.
+If you give `wb.fit` a function that builds the model, only rank 0 builds the model with the values
+of its parameters. The other workers build the model without values (device `meta`). Rank 0 sends
+each worker the values of this worker's part, row by row (`Filling` in the source). So the host's
+memory holds the whole model only once, and no worker's device ever holds the whole model.
 
 A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or
 it is a direct child of the model and has no children. All parameters of a unit are gathered
@@ -32,10 +32,10 @@ together. The rest always stays in memory from the forward pass to the backward 
 rest, every worker sends only 2 (n-1)/n times the rest's size. A model that is smaller than
 `unit_mb` has no units. With `unit_mb=0`, small models have units too.
 
-Sent bytes are counted for each collective: in a ring all-gather or reduce-scatter of a unit of S
-bytes, every worker sends S (n-1)/n bytes. Workers wait for each other in the forward pass too. So
-the sync wait is computed from the time that each worker spends on its own computation
-(`parts/timing.py`).
+Sent bytes are counted for each collective operation: in a ring all-gather or reduce-scatter of a
+unit of S bytes, every worker sends S (n-1)/n bytes. Workers wait for each other several times in a
+step, also in the forward pass. So the sync wait is computed from the time that each worker spends
+on its own computation (`parts/timing.py`). On GPUs the sync wait is not measured.
 """
 
 from __future__ import annotations

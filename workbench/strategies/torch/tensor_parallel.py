@@ -13,11 +13,11 @@ Parallelism, 2019, section 3. PyTorch's DTensor and `parallelize_module` are the
 Every worker gets the whole batch and holds 1/n of the divided layers' parameters, gradients and
 optimizer state. All workers hold the layers that are not divided (norms, convolutions) and update
 them in the same way. Two layers can form a pair: the first is divided by columns (`col`), the
-second by rows (`row`). For a pair, the workers communicate only once in the forward pass and once
-in the backward pass, because the operations between the two layers work element by element. A
-divided layer without a partner is `gathered`: it is divided by columns, and its output is gathered
-immediately. Attention is a pair too: its heads are divided among the workers (q, k and v by
-columns, the output by rows).
+second by rows (`row`). The operations between these two layers work element by element, so each
+worker can continue with its own columns. Therefore a pair needs only one communication in the
+forward pass and one in the backward pass. A divided layer without a partner is `gathered`: it is
+divided by columns, and its output is gathered immediately. Attention is a pair too: its heads are
+divided among the workers (q, k and v by columns, the output by rows).
 
 In a Sequential, the order of the layers shows which layers form pairs. In other models, Workbench
 guesses the pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it
@@ -25,11 +25,12 @@ tests these guesses: the loss and the gradient norm of one sample must be the sa
 If the values differ, the guessed layers are `gathered`. The guessed layers are also `gathered` if
 this test is not possible because one device does not have enough free memory.
 
-Workers wait for each other during the forward pass and the backward pass. The wait is computed from
-the time that a worker spends on its own computation (`parts/timing.py`). In the first step, the
-sent bytes are counted from the collectives. A ring all-reduce counts as 2 (n-1)/n times the
-tensor's size, and an all-gather or a reduce-scatter as (n-1)/n times the whole tensor's size. For
-later steps, the sent bytes of the first step are scaled with the number of samples.
+Workers wait for each other during the forward pass and the backward pass. So the sync wait is
+computed from the time that each worker spends on its own computation (`parts/timing.py`). In the
+first step, Workbench counts the bytes that each collective operation sends. A ring all-reduce
+counts as 2 (n-1)/n times the tensor's size, and an all-gather or a reduce-scatter as (n-1)/n times
+the whole tensor's size. For later steps, Workbench computes the sent bytes from the first step, in
+proportion to the number of samples.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
   each message has all the numbers that one worker chose.
 - `powersgd:R`: for each gradient matrix M, shape (m, k), two smaller matrices are sent: P, shape
   (m, R), and Q, shape (k, R). The product P Q^T approximates M. One step of power iteration
-  computes P and Q from the Q of the step before. P and Q are linear in M, so an all-reduce can
-  average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are sent without
-  compression. A matrix is also sent without compression if R (m + k) is at least m k.
+  computes P and Q from the Q of the previous training step. P and Q are linear in M, so an
+  all-reduce can average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are
+  sent without compression. A matrix is also sent without compression if R (m + k) is at least m k.
 
 The time that the compression takes counts as transfer.
 """

@@ -12,12 +12,13 @@ number of workers. In asynchronous training nothing is aggregated, so the copy r
 The servers form a ring: each server holds its own part and a copy of the part of the server before
 it. If there is only one part, the second server holds only the copy.
 
-In each step, a server sends the step's gradient and hyper-parameters to the server that holds its
-copy (in short: to the copy), and lists the pushes that the step includes. The copy's optimizer
-takes the same step, so that the parameters, the optimizer's state and the version are the same to
-the last bit. The server answers a worker only after the copy has confirmed the step. Some pushes
-wait for other pushes, because the step is synchronous or the staleness is bounded. Such pushes are
-not copied: they have no answer yet, so if the server dies, their workers send them again.
+Below, the server that holds a copy is itself called the copy. In each step, a server sends the
+step's gradient and hyper-parameters to its copy, with a list of the pushes that the step includes.
+The copy's optimizer takes the same step, so that the parameters, the optimizer's state and the
+version are the same to the last bit. The server answers a worker only after the copy has confirmed
+the step. Some pushes wait for other pushes, because the step is synchronous or the staleness is
+bounded. Such pushes are not copied: they have no answer yet, so if the server dies, their workers
+send them again.
 
     the server dies   the copy first receives everything that the server had sent, then it answers
                       the workers. Each worker connects to the copy and repeats the requests that

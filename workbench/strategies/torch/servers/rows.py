@@ -6,10 +6,10 @@ section 3.1 (a worker pushes and pulls only the keys that occur in its data, not
     push   | whole tensors ........ | table 3: which rows, their gradients | table 5: ... |
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
-With each answer, a worker receives all rows that have changed since it last received them. So all
-rows of a worker's copy always belong to the same version of the table, as if the whole table had
-been sent. But the size of a message does not depend on the size of the table. This method needs an
-optimizer that changes only the rows that have a gradient (`check_row_wise`).
+With each answer, a worker receives all rows that have changed since the previous answer to this
+worker. So all rows of a worker's copy always belong to the same version of the table, as if the
+whole table had been sent. But the size of a message does not depend on the size of the table. This
+method needs an optimizer that changes only the rows that have a gradient (`check_row_wise`).
 
 The number of rows differs from step to step, so the size of these messages is not fixed, but it has
 an upper limit. The messages are sent over a socket, even if whole tensors are sent through shared
