@@ -63,18 +63,19 @@ def reduce_to_one(c: Check) -> None:
     c.need(
         not off or sorted(sent[shown]) != sorted(shown * NUMBER_BYTES * n for n in times),
         f"Worker {other} adds up the tensors and sends the sum, but worker 0 must do this.",
-        "the sum is right, but in this exercise all other workers must send their tensors to "
-        "worker 0",
+        "the sum is right, but in this exercise worker 0 must receive the tensors of all other "
+        "workers, add them up, and send the sum",
     )
     c.expect(
         not off,
-        "worker 0 adds up the tensors and sends the sum, and each other worker sends once",
+        "worker 0 adds up the tensors and sends the sum, and each of the other workers sends its "
+        "tensor once",
         f"with a tensor of {shown * NUMBER_BYTES} bytes, workers {_ranks(workers)} sent "
         f"{sent[shown]} bytes, which is not right for 'reduce to one'",
         "every worker except worker 0 sends its tensor once, to worker 0. Worker 0 sends the sum "
         "once to each of the other workers",
     )
-    matrices(c, "reduce_to_one", "receive into a tensor like `x`: torch.empty_like(x)")
+    matrices(c, "reduce_to_one", LIKE_X)
     fewer(c, "reduce_to_one")
 
 
@@ -104,10 +105,10 @@ def ring(c: Check) -> None:
         "no worker sends more than one chunk in a round",
         f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes, which "
         "is more than one chunk in each round",
-        "each message must be one chunk of the tensor, not the whole tensor, and each of the two "
-        "loops must have N-1 rounds",
+        "each message must be one chunk of the tensor, not the whole tensor. The reduce-scatter "
+        "and the all-gather must have N-1 rounds each",
     )
-    matrices(c, "ring", "receive each chunk into `torch.empty_like(chunk)`")
+    matrices(c, "ring", "Receive each chunk into torch.empty_like(chunk)")
     fewer(c, "ring")
 
 
@@ -151,16 +152,21 @@ def hierarchical(c: Check) -> None:
     tried = groupings(workers)
     found = added_up(c, "hierarchical", tried)
     trials = [(groups, size) for groups in tried for size in SIZES]
-    if not sums(c, found, [f"With groups {one} and {size} numbers" for one, size in trials]):
+    named = [f"With groups {one} and a tensor of {size} numbers" for one, size in trials]
+    if not sums(c, found, named):
         return
     through_mail(c, found)
     for place, (groups, size) in enumerate(trials):
         for rank, worker in enumerate(found):
             sent = {int(to): size_bytes for to, size_bytes in worker[place][2].items()}
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
-    c.expect(True, "members send only to their leader, whatever the rank of the leader is", "")
-    c.expect(True, "no leader sends more bytes to other leaders than allowed", "")
-    matrices(c, "hierarchical", "receive into a tensor like `x`: torch.empty_like(x)", tried[:1])
+    c.expect(
+        True,
+        "the members of a group send only to their leader, for all leaders that were tried",
+        "",
+    )
+    c.expect(True, "with m groups, no leader sends more than (m-1) M bytes to other leaders", "")
+    matrices(c, "hierarchical", LIKE_X, tried[:1])
 
 
 def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_bytes: int) -> None:
@@ -252,8 +258,8 @@ def train(c: Check) -> None:
         apart <= EXACT,
         "all workers end with the same weights",
         f"after training, the workers' weights differ by up to {apart:.1g}",
-        "each worker knows only the gradient of its own share. Before `optimizer.step()` it needs "
-        "the gradients of all workers",
+        "each worker computes only the gradient of its own share. Before `optimizer.step()`, each "
+        "worker also needs the gradients of the other workers",
     )
     off = float(np.abs(together[0] - alone).max())
     c.expect(
@@ -261,8 +267,9 @@ def train(c: Check) -> None:
         "the weights equal those of one device that trains with whole batches",
         f"the weights of worker 0 differ by up to {off:.1g} from those of one device",
         "a worker's gradient is a mean over its own samples, so a share of 22 samples must count "
-        "more than a share of 21. The check also uses other batch sizes than 64: compute the "
-        "weight of a share from len(own_x) and len(x). The weights of all shares must add up to 1",
+        "more than a share of 21. The batches of the check do not have 64 samples: compute the "
+        "factor for each share from len(own_x) and len(x). The factors of all shares must add up "
+        "to 1",
     )
     if len(found) > 1 and apart <= EXACT and off <= EXACT:
         whole = sum(len(x) for x, _ in batches)
@@ -326,6 +333,8 @@ SIZES = (12, 7, 1)
 """Numbers in the tensors: divisible by three workers, not divisible, fewer than workers."""
 
 NUMBER_BYTES = 4
+
+LIKE_X = "Receive into a tensor of the same shape and type as `x`: torch.empty_like(x)"
 
 STEP_BY_STEP = (
     "write down the messages on paper: each send needs a receive of the same size on the other "
@@ -406,11 +415,11 @@ def added_up(c: Check, function: str, groupings: list[Groups] | None = None) -> 
 
 
 def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = None) -> None:
-    hint = f"the check also tries a matrix of type float64, such as a gradient: {hint}"
+    hint = f"the check also tries a matrix of type float64, like the gradients in section 9. {hint}"
     found = c.ask(_MATRIX.format(name=function, groups=groups or []), limit_s=LIMIT_S, hint=hint)
     c.expect(
         _are_sums(found),
-        "the function works for a matrix of type float64, such as a gradient",
+        "the function also works for a matrix of type float64, like the gradients in section 9",
         "if `x` is a matrix of type float64, the result is not the sum",
         hint,
     )
@@ -468,8 +477,8 @@ def _unlike(
     if (parts == 10**rank).all():
         hints = (
             "change `x` in place: `x += y` does this, but `x = x + y` makes a new tensor",
-            "a worker that has the sum must send it to this worker, and this worker must receive "
-            "the sum into `x`",
+            f"a worker that has the sum must send the sum to worker {rank}, and worker {rank} must "
+            "receive the sum into `x`",
         )
         words = f"{trial}: worker {rank} still holds only its own numbers."
         return words, hints[others_changed]

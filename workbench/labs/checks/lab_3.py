@@ -21,7 +21,7 @@ _ROUNDED = 0.05
 """A result that is off by less was probably rounded or simulated."""
 
 
-@exercise("3.1", "What to expect of a step")
+@exercise("3.1", "Predict the time and the waits of a step")
 def expect(c: Check) -> None:
     """Check the step and the wait of each of the three workers."""
     work_ms = np.array([20.0, 10.0, 50.0])
@@ -45,7 +45,7 @@ def expect(c: Check) -> None:
         "the waits are right",
         f"`wait_ms` is {_list(wait)}, but these are not the waits of the three workers",
         "for each worker, the time of its own work plus its wait is the time of the whole step. "
-        "The last worker does not wait",
+        "The worker that is ready last does not wait",
     )
 
 
@@ -108,7 +108,8 @@ def by_hand(c: Check) -> None:
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
         "which is not the time until the last worker was ready",
         "a wait ends when the last worker is ready. Do not measure how long `dist.all_reduce` "
-        "takes, because this time includes its messages: subtract one `ready_s` from another"
+        "takes, because this time includes its messages. Subtract this worker's `ready_s` from the "
+        "latest `ready_s`"
         if all(0 < waits[r] - truth[r] < _MESSAGES_S for r in off)
         else "all workers wait until the same time: find this time with one `dist.all_reduce`, and "
         "choose its `op`",
@@ -206,8 +207,8 @@ def keep(c: Check) -> None:
         )
     c.expect(
         True,
-        "if the slow worker takes `keep_up_to_s(n, t_s)` for its part, a step with it is as long "
-        "as a step without it",
+        "if the slow worker needs `keep_up_to_s(n, t_s)` seconds for its part, a step with this "
+        "worker is as long as a step without it",
         "",
     )
 

@@ -221,9 +221,9 @@ def through_server(c: Check) -> None:
         value = c.number_from("through_server", NamedRun(run.name, workers, sent_bytes))
         c.need(
             close(value, 2 * workers * sent_bytes, SHARE),
-            f"The check made a run in which each of {workers} workers sends {sent_bytes:.6g} bytes "
-            f"in a step. For this run, through_server returned {value:.6g} bytes, which is not "
-            "right.",
+            f"The check called through_server with an invented run: each of {workers} workers "
+            f"sends {sent_bytes:.6g} bytes in a step. For this run, through_server returned "
+            f"{value:.6g} bytes, which is not right.",
             "take all numbers from `run.history`: the number of steps, the number of workers, and "
             "the bytes that each worker sends",
         )
@@ -319,7 +319,7 @@ def _three(c: Check, n: int, slots: int) -> list[float]:
     c.need(
         len(values) == 3 and all(math.isfinite(value) for value in values),
         f"holds({n}, {slots}) returned {found!r}, but it must return a list of three numbers.",
-        "fill in the three variables in the cell, and count in units of M",
+        "fill in the three variables in the cell, in units of M: the number 4 means 4M",
     )
     return values
 
@@ -380,8 +380,8 @@ def store(c: Check) -> None:
     c.expect(
         calls[0] == [*_KEYS] and not any(calls[1:]),
         "the updater runs once for each push, on worker 0 only",
-        f"in {len(_KEYS)} pushes, the updater ran {', '.join(str(len(one)) for one in calls)} "
-        f"times on workers {', '.join(map(str, range(len(calls))))}",
+        f"in {len(_KEYS)} pushes, the updater ran "
+        + ", ".join(f"{len(one)} times on worker {r}" for r, one in enumerate(calls)),
         "worker 0 must call the updater once in each push, and the other workers must never call "
         "it",
     )

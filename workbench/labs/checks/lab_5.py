@@ -33,7 +33,7 @@ _DIARIES: list[tuple[Diary, list[int], str]] = [
     ([("pull", 0), ("push", 0), ("pull", 0), ("push", 0)], [0, 0],
      "if there is only one worker, it always computes with the newest parameters"),
     (_TURNS, [0, 1, 2],
-     "three workers pulled at the same time: each push makes the next pushes staler"),
+     "all three workers pulled before the first push: each push is staler than the push before"),
     ([("pull", 0), ("pull", 1), ("push", 0), ("push", 1), ("pull", 0), ("push", 0), ("pull", 1),
       ("push", 1)], [0, 1, 0, 0],
      "count the updates after the worker's own latest pull, not those after its latest push"),
@@ -99,8 +99,8 @@ def own_staleness(c: Check) -> None:
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
         "the mean staleness of all pushes is the same with equal and with different speeds",
-        "with your own_staleness, three workers with different speeds have a mean staleness of "
-        f"{mean:.3g}, but with equal speeds it is {len(step_s) - 1}",
+        "with the results of `own_staleness`, the mean staleness of three workers with different "
+        f"speeds is {mean:.3g}, but with equal speeds it is {len(step_s) - 1}",
         "the mean staleness of all pushes does not depend on the workers' speeds",
     )
 
@@ -191,7 +191,7 @@ def _waits(c: Check, run: RunFacts) -> None:
         f"`waited_share` is {found_share:.4g}, which does not agree with the history of the run "
         "'tight'",
         "take all rows of worker 0 and no other rows. Divide the sum of the waits by the sum of "
-        "the steps, as a fraction between 0 and 1, and keep at least three decimals",
+        "the steps. The result is a fraction between 0 and 1: keep at least three decimals",
     )
 
 
@@ -220,7 +220,7 @@ def aware(c: Check) -> None:
         if run.plan.strategy == "parameter_server"
         else f"the run 'aware' used {run.plan.strategy}, but it must use parameter_server",
         "find the option of parameter_server that divides the learning rate by the staleness, and "
-        "set this option with -o name=true",
+        "set this option to true: -o OPTION=true",
     ):
         return
     c.need(

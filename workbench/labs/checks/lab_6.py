@@ -113,8 +113,7 @@ def right_cnn(c: Check) -> None:
     )
     c.need(
         "shape" in answer,
-        "`RightCNN()(images)` must be a tensor, but its type is "
-        f"{answer.get('kind', 'one that cannot be read')}.",
+        f"`RightCNN()(images)` must be a tensor, but its type is {answer.get('kind', 'unknown')}.",
         "return the output of the last layer from `forward`",
     )
     right = c.expect(
@@ -136,7 +135,7 @@ def right_cnn(c: Check) -> None:
     )
     c.expect(
         answer["rows"] <= 5,
-        "`fc1` sees each image once",
+        "`fc1` gets one row for each image",
         f"for 5 images, `fc1` got {answer['rows']} rows, but it must get one row for each image",
         "each of these rows holds only a part of an image: make the maps smaller before you "
         "flatten them, so that one row holds the whole image",
@@ -148,8 +147,8 @@ def right_cnn(c: Check) -> None:
         "the four layers are those of `TextbookCNN`",
         f"the parameter `{off[0] if off else ''}` is {_shape(layers, off)} in `RightCNN`, but it "
         f"is {_shape(_CNN, off)} in `TextbookCNN`",
-        "keep the four layers and their names, and add no other layer with parameters: the missing "
-        "operation has no parameters",
+        "keep the four layers and their names, and add no other layer with parameters: the "
+        "operation that you need has no parameters",
     )
     if not kept:
         return
@@ -239,12 +238,12 @@ def _hint_1f1b(stage: int, too_many: bool) -> str:
         )
     if too_many and stage == 0:
         return (
-            "look at stage 0 in the picture of 1f1b: F2 could begin right after F1; why is the "
-            "stage idle?"
+            "in section 5, look at the line of stage 0 under 1f1b: F2 could begin right after F1; "
+            "why is the stage idle?"
         )
     return (
         f"with 1f1b, a microbatch comes back to stage {stage} only after it has been in all later "
-        f"stages: how many forward passes does stage {stage} run before this?"
+        f"stages: how many forward passes does stage {stage} run before microbatch 0 comes back?"
     )
 
 
@@ -267,7 +266,8 @@ def balanced(c: Check) -> None:
     run = c.run("balanced")
     c.need(
         run.plan.options.get("split_at") == text,
-        f"The run 'balanced' was cut at {run.plan.options.get('split_at')}, but `cuts` is {text}.",
+        f"The run 'balanced' used split_at={run.plan.options.get('split_at')}, but `cuts` is "
+        f"{text}.",
         "run the whole cell of exercise 6.5 again",
     )
     best = min(_slowest_ms(cut) for cut in itertools.combinations(range(1, len(_LAYERS_MS)), 2))

@@ -23,7 +23,8 @@ _MAPS = {
     "OneDeviceStrategy": ("plain", "one device needs no wrapper in either framework"),
     "MirroredStrategy": (
         "DistributedDataParallel",
-        "does this strategy keep a copy on each device, or make copies in each forward pass?",
+        "does this strategy keep a copy of the variables on each device, or make copies in each "
+        "forward pass?",
     ),
     "MultiWorkerMirroredStrategy": (
         "DistributedDataParallel",
@@ -31,7 +32,8 @@ _MAPS = {
     ),
     "CentralStorageStrategy": (
         "DataParallel",
-        "where is the only permanent copy, and when do the other devices get their copies?",
+        "where is the only permanent copy of the variables, and when do the other devices get "
+        "their copies?",
     ),
     "ParameterServerStrategy": (
         "rpc",
@@ -75,7 +77,7 @@ def odd_step(c: Check) -> None:
     known = 0 <= given < len(steps)
     c.expect(
         given == odd[0],
-        "`odd_step` is the first step whose shares are unequal",
+        "`odd_step` is the first step with unequal shares",
         f"step {given} is not the first step with unequal shares: "
         + (f"its shares are {steps[given]}" if known else "the run has no such step"),
         "steps are counted from 0: for each step, compare the samples of both ranks",
@@ -109,8 +111,9 @@ def even(c: Check) -> None:
             count == _STEPS and same,
             f"The run {run.name!r} must have {_STEPS} steps and workers={workers}, but it has "
             f"{count} steps and workers={run.plan.workers}.",
-            "the data ended early, or the first line of the cell was changed: pass only whole "
-            "batches to `fit`, without `steps_per_epoch`"
+            "the data ended early, or the first line of the cell was changed. Keep "
+            f"--steps {_STEPS} in this line, pass only whole batches to `fit`, and do not pass "
+            "`steps_per_epoch`"
             if same
             else f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
         )
@@ -123,7 +126,8 @@ def even(c: Check) -> None:
     losses = np.asarray(alone.history["loss"], dtype=float)
     c.need(
         bool(np.any(np.diff(losses) >= 0)),
-        "In the run 'even-one_device' the loss fell in every step: all steps used the same batch.",
+        "In the run 'even-one_device' the loss fell in every step. This happens if all steps use "
+        "the same few images.",
         "pass at least 1400 of the images to `fit`",
     )
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
@@ -139,7 +143,7 @@ def even(c: Check) -> None:
             _largest(alone.weights(), together.weights()) < _FAR,
             "`mirrored` ends with the same weights as one device",
             "the final weights of 'even-mirrored' differ from those of 'even-one_device' by more "
-            "than rounding",
+            "than rounding errors",
             "both runs must read the same images in the same order: keep shuffle=False",
         )
 
@@ -189,8 +193,8 @@ def apart(c: Check) -> None:
             for sign in (1, -1):
                 keras, torch = _made_up(draw, sizes, place, sign)
                 what = f"a network with layers of the sizes {', '.join(map(str, sizes))}"
-                far = f"its largest difference in a {'bias' if place % 2 else 'matrix'}"
-                _compare(c, keras, torch, f"{what} and {far}")
+                far = f"largest difference: in a {'bias' if place % 2 else 'matrix'}"
+                _compare(c, keras, torch, f"the weights of {what} ({far})")
     c.expect(
         True, "`apart` compares each number of Keras with the corresponding number of PyTorch", ""
     )

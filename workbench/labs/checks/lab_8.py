@@ -113,10 +113,10 @@ def by_hand(c: Check) -> None:
     c.need(
         _is_near(first["then"], _trained(begun[0], batches, 12))
         and _is_near(first["whole"], _trained(begun[0], batches, 20)),
-        "The check trains a small model on the engines. Its weights were wrong before the check "
-        "called `load`.",
-        "a cell may have changed torch: restart the engines with labs.begin(8), and run the cell "
-        "of exercise 8.1 again",
+        "The check trains a small model on the engines. The weights of this model were wrong "
+        "before the check called `load`.",
+        "a cell may have changed torch: restart the engines with labs.begin(8, engines=3), and run "
+        "the cell of exercise 8.1 again",
     )
     if any(not finding.right for finding in c.findings):
         return
@@ -144,8 +144,8 @@ def _loaded(
     c.need(
         found["saved"],
         f"{words}`save` returned None.",
-        "write the body of `save` in the cell of exercise 8.1, return what is needed, and run "
-        "the cell",
+        "write the body of `save` in the cell of exercise 8.1, return everything that `load` "
+        "needs, and run the cell",
     )
     names = ("unloaded", "then", "back", "whole", "went_on", "end")
     held = {name: np.asarray(found[name], dtype=float) for name in names}
@@ -241,8 +241,9 @@ def resumed(c: Check) -> None:
     c.need(
         began < TOTAL,
         "The run 'resumed' took no steps, because it began from the checkpoint of the last step.",
-        'a run that was resumed without checkpoint="lab_8/resumed" writes its checkpoints to '
-        "lab_8/broken: run the cell of the run `broken` again, then the cell of this exercise",
+        "an earlier run of the cell wrote this checkpoint to lab_8/broken. Pass "
+        'checkpoint="lab_8/resumed" to wb.resume, run the cell of the run `broken` again, then the '
+        "cell of exercise 8.3",
     )
     c.expect(
         began > 0,
@@ -262,12 +263,14 @@ def resumed(c: Check) -> None:
         truth <= ROUNDING,
         "the run ends with the weights of the undisturbed run, apart from rounding",
         f"the weights of the run differ by {truth:.2g} from those of the undisturbed run",
-        "a checkpoint also holds the momentum and the place in the data: does the run load them?",
+        "besides the weights, a checkpoint holds the momentum and the place in the data: does the "
+        "run load both?",
     )
     gap = c.number_of("gap")
     c.expect(
         math.isclose(gap, truth, rel_tol=0.01, abs_tol=1e-18),
-        "`gap` is the largest difference between the weights of the two runs",
+        "`gap` is the largest difference between the weights of the runs `resumed` and "
+        "`undisturbed`",
         f"`gap` is {gap:.3g}, which is not the largest difference between the weights of the runs "
         "`resumed` and `undisturbed`",
         "call the function `difference` of section 3 with the runs `resumed` and `undisturbed`",
@@ -281,12 +284,12 @@ def fewer(c: Check) -> None:
     again, same = c.whole("done_again_by_two"), c.value("same_result")
     c.need(
         isinstance(same, (bool, np.bool_)),
-        f"`same_result` is {same!r}, but must be True or False.",
+        f"`same_result` is {same!r}, but it must be True or False.",
         "write True or False, without quotes",
     )
     c.expect(
         before == BATCH / 3,
-        "before the death each worker takes its share of the batch",
+        "before the death each of the three workers takes a third of the batch",
         f"the share of each of the three workers is not {before:g} samples",
         "the global batch consists of the samples of one step, on all workers together",
     )
@@ -298,7 +301,7 @@ def fewer(c: Check) -> None:
     )
     c.expect(
         again == 0,
-        "the right number of steps is done again",
+        "`done_again_by_two` is the right number of steps",
         f"{again} is not the number of steps that are done again",
         "with `mirrored`, which workers have the weights of the last complete step?",
     )
@@ -334,7 +337,7 @@ def interval(c: Check) -> None:
         if not good and n == 1:
             side = "shorter" if loss(value * 0.99) < loss(value) else "longer"
             c.wrong(
-                f"{shown} returned {value:.4g}, but a {side} interval loses less time.",
+                f"{shown} returned {value:.4g}, but with a {side} interval less time is lost.",
                 "at the lowest point the derivative of C/W + W/(2M) with respect to W is zero",
             )
         c.need(
@@ -342,7 +345,9 @@ def interval(c: Check) -> None:
             f"{shown} returned {value:.4g}, which is not the best interval for {n} machines.",
             "for one machine the result is right: how often does one of n machines fail?",
         )
-    c.expect(True, "the interval loses the least time, on one machine and on many machines", "")
+    c.expect(
+        True, "with the returned intervals the least time is lost, on one machine and on many", ""
+    )
 
 
 @exercise("8.6", "Heal a run")
@@ -353,12 +358,12 @@ def healed(c: Check) -> None:
     same = c.value("same_weights")
     c.need(
         isinstance(same, (bool, np.bool_)),
-        f"`same_weights` is {same!r}, but must be True or False.",
+        f"`same_weights` is {same!r}, but it must be True or False.",
         "write True or False, without quotes",
     )
     c.expect(
         again == 0,
-        "the right number of steps is done again",
+        "`redone` is the right number of steps",
         f"{again} is not the number of steps that are done again",
         "when worker 1 died before step 20, which steps were complete on every worker?",
     )
@@ -393,7 +398,7 @@ def lost_time(c: Check) -> None:
             "Return a fraction of the time, not a number of seconds and not a percentage",
         ),
         ((2.0, 0.0, 10, 5e5), "how often does one of n machines fail?"),
-        ((0.5, 90.0, 3, 9e6), "while one of n workers is away, which part of the work is missing?"),
+        ((0.5, 90.0, 3, 9e6), "while one of n workers is away, how much slower is the run?"),
     )
     for (pause_s, away_s, n, m_s), hint in cases:
         value = c.number_from("lost_by_healing", pause_s, away_s, n, m_s)
@@ -404,7 +409,7 @@ def lost_time(c: Check) -> None:
             hint,
         )
     c.expect(
-        True, "the result counts the pauses, the missing worker and the number of failures", ""
+        True, "the result includes the pauses, the missing worker and the number of failures", ""
     )
 
 

@@ -82,7 +82,7 @@ def _differs(c: Check, name: str, args: tuple[Any, ...], truth: float) -> str:
     return (
         ""
         if math.isclose(value, truth, rel_tol=1e-3)
-        else f"{name} returned the wrong rate {value:.4g}"
+        else f"`{name}` returned the wrong number {value:.4g}"
     )
 
 
@@ -192,10 +192,10 @@ def _played(c: Check, name: str) -> None:
     share, seen = choice_score(strategy, rates), choice_score(strategy, measured)
     c.expect(
         share >= ENOUGH,
-        f"by the formulae, the chosen strategy achieves at least {ENOUGH:.0%} of the rate of the "
-        "best strategy",
-        f"by the formulae, {strategy} achieves {share:.0%} of the rate of the best strategy, but "
-        f"it must achieve at least {ENOUGH:.0%} (measured: {seen:.0%})",
+        f"by the formulae of section 1, the chosen strategy achieves at least {ENOUGH:.0%} of the "
+        "rate of the best strategy",
+        f"by the formulae of section 1, {strategy} achieves {share:.0%} of the rate of the best "
+        f"strategy, but it must achieve at least {ENOUGH:.0%} (measured: {seen:.0%})",
         "predict the rates of all four strategies from the same three numbers, and compare these "
         "rates before you choose",
     )
@@ -242,7 +242,7 @@ def fitting(c: Check) -> None:
         choice == "model_split",
         "the chosen strategy fits into 40 MiB, and sends the fewest bytes",
         f"{choice!r} is not the strategy that fits into 40 MiB and sends the fewest bytes",
-        "first drop each strategy that does not fit into 40 MiB, then count the bytes that each "
+        "first exclude each strategy that does not fit into 40 MiB, then count the bytes that each "
         "remaining strategy sends in a step",
     )
 
@@ -269,7 +269,7 @@ def unsimulated(c: Check) -> None:
         math.isclose(predicted, facts["batch"] / (facts["t1_s"] / 2 + 2 * message_s), rel_tol=1e-3),
         f"rate('mirrored', real_facts) returned {predicted:.4g}, which is not the rate that "
         "the formulae of section 1 give.",
-        "first solve exercise 9.2: this exercise needs its function `rate`",
+        "first solve exercise 9.2, because exercise 9.7 uses the function `rate`",
     )
     step_s, compute_s = _settled(together, "step_s"), _settled(together, "compute_s")
     share_s = _settled(alone, "step_s") / 2

@@ -207,10 +207,10 @@ def held(c: Check) -> None:
             found = c.number_from("held_bytes", parameters, workers, stage)
             c.need(
                 math.isclose(found, parameters * _bytes(workers, stage), rel_tol=1e-9, abs_tol=4),
-                f"held_bytes({parameters:,}, {workers}, {stage}) returned {found:.6g}, which is "
+                f"held_bytes({parameters:_}, {workers}, {stage}) returned {found:.6g}, which is "
                 "not the number of bytes that a worker holds.",
                 f"look at stage {stage} in the table: which of the three parts are divided by N? "
-                "Do not round the shares",
+                "Do not round the result",
             )
     c.expect(True, "`held_bytes` is right for every stage", "")
     for memory, workers in ((80e9, 64), (1_000_010, 3), (24e9, 1)):
@@ -230,7 +230,7 @@ def held(c: Check) -> None:
             true = times * 4 * parameters * (workers - 1) / workers
             c.need(
                 math.isclose(found, true, rel_tol=1e-9, abs_tol=4),
-                f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}, which is "
+                f"sent_bytes({parameters:_}, {workers}, {stage}) returned {found:.5g}, which is "
                 "not the number of bytes that a worker sends.",
                 "an all-reduce is a reduce-scatter and an all-gather. Count all reduce-scatters "
                 "and all-gathers of a step. In each of them, a worker sends (N-1)/N of the bytes "
@@ -415,7 +415,7 @@ def conjugate(c: Check) -> None:
     c.need(
         all(one is not None for one in found),
         "`CopyIn.apply(x)` or `SumOut.apply(x)` did not return a tensor.",
-        "write forward and backward as static methods",
+        "forward must be a static method that returns a tensor",
     )
     total = sum(10.0**rank for rank in range(workers))
     weights = np.array([1.0, 2.0, 3.0])
@@ -467,7 +467,7 @@ def _divided(
     c.need(
         not other,
         f"Worker {rank} sent a tensor with {max(other, default=0)} numbers, but the input and the "
-        f"result have {whole} numbers.",
+        f"result each have {whole} numbers.",
         "a worker sends only activations and their gradients, never weights: apply CopyIn to the "
         "input, and SumOut to this worker's part of the result",
     )
@@ -558,7 +558,7 @@ def attention(c: Check) -> None:
             f"heads on one worker by {float(off_input):.2g}.",
             "apply CopyIn to the input, and SumOut after the product with the weight of `out`",
         )
-        kept = "rows and columns of this worker's heads"
+        kept = "the rows of `qkv` and the columns of `out` for this worker's heads"
         _divided(c, rank, len(found), parts, float(off_later), kept)
     c.expect(True, "the result and all gradients are the same as with all heads on one worker", "")
 
@@ -590,7 +590,7 @@ def saved(c: Check) -> None:
         "autograd saves weights too, but they are not activations: do not count tensors with the "
         "data_ptr() of a parameter"
         if float(net) > float(net_true)
-        else "count every tensor with another data_ptr(), also if two tensors have the same shape",
+        else "tensors with different data_ptr() count separately, even if their shapes are equal",
     )
     c.need(
         float(plus) == float(plus_true),
@@ -608,8 +608,8 @@ def saved(c: Check) -> None:
         float(deep) == float(deep_true),
         f"For six linear layers with GELU, autograd saves {float(deep_true):g} bytes, but "
         f"`saved_bytes` returned {float(deep):g}.",
-        "`pack` must return the tensor. Otherwise PyTorch can use its memory for another tensor, "
-        "and then two different tensors have the same data_ptr()",
+        "the first function in saved_tensors_hooks(...) must return its tensor. Otherwise PyTorch "
+        "can use the tensor's memory again, and then different tensors have the same data_ptr()",
     )
     c.expect(
         float(twice) == float(twice_true),

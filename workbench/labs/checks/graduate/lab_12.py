@@ -64,13 +64,14 @@ def compressors(c: Check) -> None:
             vectors=[one.tolist() for one in vectors], pack=f"pack_{name}", unpack=f"unpack_{name}",
             more=more,
         )  # fmt: skip
-        found = c.ask(source, limit_s=LIMIT_S, hint=f"try pack_{name}(torch.randn(7))")[0]
+        hint = f"which line raises the error? Call pack_{name}(torch.randn(7)) in a new cell that "
+        found = c.ask(source, limit_s=LIMIT_S, hint=hint + "begins with %%distributed")[0]
         for v, one in zip(vectors, found, strict=False):
             filled(c, one, f"pack_{name}")
             _one_message(c, name, v, one, size_bytes(v), truth)
     c.expect(
         True,
-        "all three messages have the right number of bytes, and unpack returns the right numbers",
+        "all messages have the right number of bytes, and the receiver reads the right numbers",
         "",
     )
 
@@ -84,14 +85,14 @@ def _one_message(
         dtype == "torch.uint8" and len(shape) == 1,
         f"`pack_{name}` returned a tensor with the type {dtype} and the shape {tuple(shape)}, but "
         "it must return a vector of torch.uint8.",
-        "tensor.view(torch.uint8) shows the bytes of a tensor",
+        "tensor.view(torch.uint8) returns the bytes of a tensor, as torch.uint8",
     )
     c.need(
         shape[0] == size_bytes,
         f"For {len(v)} numbers, the message of `pack_{name}` has {shape[0]} bytes, which is not "
         "the number of bytes in the table.",
-        "a place (int32) or a float32 number takes 4 bytes, an int8 number takes 1 byte"
-        + ("; the text says what k is" if name == "top_k" else ""),
+        "an index (int32) or a float32 number takes 4 bytes, an int8 number takes 1 byte"
+        + ("; the text of the exercise says what k is" if name == "top_k" else ""),
     )
     read = floats(c, back, f"unpack_{name}", v.shape)
     c.need(
@@ -118,7 +119,7 @@ def _one_message(
     c.need(
         bool(np.allclose(read, expected, rtol=1e-5, atol=0)),
         f"After pack_{name} and unpack_{name}, a number is wrong: v[{worst}] is {v[worst]:.3g}, "
-        f"and the unpacked vector has {read[worst]:.3g} in this place.",
+        f"and the unpacked vector has {read[worst]:.3g} at this index.",
         "send the numbers that are largest in magnitude: a large negative number counts too"
         if name == "top_k"
         else "the scale is the mean of all magnitudes; the table says which numbers have the bit 1",
@@ -291,8 +292,8 @@ def loops(c: Check) -> None:
                 "each worker takes `every` steps on its own copy, with a new gradient for each "
                 "step; then all workers take the mean of their copies"
                 if every > 1
-                else "in each step, compute one gradient, average it with sender.mean, and use "
-                "the result",
+                else "in each step, compute one gradient, average it with sender.mean, and change "
+                "w by -lr times this mean",
             )
             curve = floats(c, answer[1], f"{name}'s curve")
             c.need(
@@ -311,8 +312,8 @@ def loops(c: Check) -> None:
                 bool(np.allclose(curve[:, 1], np.array(points)[:, 1], rtol=1e-3)),
                 f"In a test, the curve of `{name}` has wrong losses: "
                 f"{curve[:, 1].round(3).tolist()}.",
-                "a point has the loss of the weights that every worker holds after this step or "
-                "round",
+                "the second number of each point is task.loss(w): the loss of the weights that "
+                "every worker has after this step or round",
             )
     c.expect(True, "both loops return the right weights, and curves with the right bytes", "")
 
@@ -338,8 +339,8 @@ def equal_bytes(c: Check) -> None:
         )
     c.need(
         c.call("loss_at", _CURVES["late"], 200) == math.inf,
-        "If the first point of a curve is above the budget, `loss_at` must return infinity, but it "
-        "does not.",
+        "If every point of a curve has more bytes than the budget, `loss_at` must return infinity, "
+        "but it does not.",
         'return float("inf") if every point used more bytes than the budget',
     )
     for budget, order in ((170, ["fast", "slow", "late"]), (255, ["late", "slow", "fast"])):
@@ -426,8 +427,8 @@ def gossip(c: Check) -> None:
         found = c.number_from("second_eigenvalue", matrix)
         c.need(
             math.isclose(found, second, abs_tol=1e-6),
-            f"second_eigenvalue of {matrix.tolist()} returned {found:.4g}, which is not "
-            "the second largest magnitude of its eigenvalues.",
+            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}, which is not the second "
+            "largest magnitude of the matrix's eigenvalues.",
             "sort the magnitudes of the eigenvalues: an eigenvalue of -0.8 counts as 0.8",
         )
     for matrix, factor, rounds in (

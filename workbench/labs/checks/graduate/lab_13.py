@@ -114,8 +114,8 @@ def rates(c: Check) -> None:
     """The best of several times, and rates computed from it."""
     have(c, "best_s", "matmul_rate", "copy_rate")
     seconds, calls, found, asked, other, done = c.ask(
-        _RATES, limit_s=LIMIT_S, hint="call best_s(lambda: None, 3), matmul_rate(24, 3) and "
-        "copy_rate(1000, 7) in a new cell on the engines"
+        _RATES, limit_s=LIMIT_S, hint="which line raises the error? Call best_s(lambda: None, 3), "
+        "matmul_rate(24, 3) and copy_rate(1000, 7) in a new cell that begins with %%distributed"
     )[0]  # fmt: skip
     shortest_s = float(floats(c, seconds, "best_s", ()))
     c.need(
@@ -137,7 +137,8 @@ def rates(c: Check) -> None:
     )
     c.need(
         not other,
-        f"The work that `matmul_rate` or `copy_rate` measures also contains {', '.join(other)}.",
+        "The work that `matmul_rate` or `copy_rate` measures contains something that it must not "
+        f"contain: {', '.join(other)}.",
         "before you measure, create all tensors with the type float32. The measured work "
         "must be only the product, or only the copy",
     )
@@ -164,7 +165,8 @@ def rates(c: Check) -> None:
         value = float(floats(c, rate, name, ()))
         c.need(
             math.isclose(value, truth, rel_tol=1e-6),
-            f"For a call that takes 0.5 s, `{name}` returned {value:.4g}, which is not the rate.",
+            f"In the check, `best_s` returned 0.5 s. With this time, `{name}` returned "
+            f"{value:.4g}, which is not the rate.",
             hint,
         )
     c.expect(True, "`matmul_rate` and `copy_rate` are right", "")
@@ -241,7 +243,8 @@ def used(c: Check) -> None:
     c.need(
         isinstance(machine, dict) and "peak" in machine,
         "The notebook has no measured peak.",
-        "solve exercise 13.2, and run the cells after this exercise",
+        "solve exercise 13.2. Then run the cells below exercise 13.2, down to the cell with "
+        "`%pull machine`",
     )
     flops = c.number_from("step_flops", *_SIZES[0])
     for name, value in (
@@ -344,7 +347,7 @@ def prediction(c: Check) -> None:
     c.need(
         many.plan.options.get("allreduce") == "recursive_doubling",
         "The run 'many' does not use the same all-reduce as the run 'two'.",
-        "use the option `-o` of the cell that trains 'two'",
+        "train 'many' again, with the option `-o` of the cell that trains 'two'",
     )
     later = many.history["step"] >= 1
     message_s = LINK[0] + LINK[1] / LINK[2]
@@ -354,7 +357,7 @@ def prediction(c: Check) -> None:
         links_s > 0.97 * rounds * message_s,
         f"In the run 'many', a worker waited only {1e3 * links_s:.0f} ms for the messages of a "
         "step: the link is faster than in the run 'two'.",
-        "use the latency and the bandwidth of the cell that trains 'two'",
+        "train 'many' again, with the latency and the bandwidth of the cell that trains 'two'",
     )
     found = c.number_of("own_error")
     c.expect(
@@ -363,8 +366,8 @@ def prediction(c: Check) -> None:
             for many_s in _mean_steps_s(many)
             for two_s in _mean_steps_s(two)
         ),
-        "`own_error` compares the run with your formula",
-        f"`own_error` is {found:.3g}, which does not agree with the two runs",
+        "`own_error` compares the run 'many' with your formula",
+        f"`own_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
         "compute c from the mean step time of `two` without step 0. The error is measured / "
         "predicted - 1, without rounding",
     )
@@ -378,8 +381,9 @@ def prediction(c: Check) -> None:
     found = c.number_of("workbench_error")
     c.expect(
         any(abs(found - (one / predicted_s - 1)) < ERROR for one in _mean_steps_s(many)),
-        "`workbench_error` compares the run with Workbench's prediction",
-        f"`workbench_error` is {found:.3g}, which does not agree with `workbench_s` and the run",
+        "`workbench_error` compares the run 'many' with Workbench's prediction",
+        f"`workbench_error` is {found:.3g}, which does not agree with `workbench_s` and the run "
+        "'many'",
         "take the value of `workbench_s` for MANY workers; the error is measured / predicted - 1",
     )
 
@@ -406,8 +410,8 @@ def slowest(c: Check) -> None:
             _near(pair, (low, high)),
             f"For {len(values)} values, `interval` returned {pair[0]:.2f} to {pair[1]:.2f}, but "
             f"90 % of the means that the check drew are between {low:.2f} and {high:.2f}.",
-            "draw len(values) values with replacement, `repeats` times; return the 5 % and the "
-            "95 % quantile of the means",
+            "do this `repeats` times: draw len(values) values with replacement, and compute their "
+            "mean. Then return the 5 % and the 95 % quantile of these means",
         )
     values = np.random.default_rng(1).normal(10.0, 2.0, 50)
     pairs = [
@@ -441,7 +445,7 @@ def slowest(c: Check) -> None:
             for two_s in _mean_steps_s(two)
         ),
         "`slowest_error` takes the slowest worker into account",
-        f"`slowest_error` is {found:.3g}, which does not agree with the two runs",
+        f"`slowest_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
         "add expected_slowest(times, MANY) - expected_slowest(times, 2) to your prediction; then "
         "the error is measured / predicted - 1",
     )
