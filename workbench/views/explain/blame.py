@@ -144,8 +144,8 @@ WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each all-reduce would begin when the last of the other workers is ready",
     "pipeline": "each step would be shorter by the difference between the busy time of worker "
-    "{worker} and the longest busy time of the other workers. The pipeline would also fill faster. The estimate does not "
-    "include this effect, so the real gain is larger",
+    "{worker} and the longest busy time of the other workers. The pipeline would also fill faster. "
+    "The estimate does not include this effect, so the real gain is larger",
     "asynchronous": "a step of worker {worker} would take the other workers' median step time",
 }
 

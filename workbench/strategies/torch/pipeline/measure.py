@@ -144,8 +144,8 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
             "`split_at` gives the wrong number of stages.",
             seen=f"split_at={split_at} gives {len(bounds) - 1} stages",
             allowed=f"{stages} stages, so {_layers(stages - 1)} in split_at",
-            next_step=f"name {_layers(stages - 1)} in split_at, or change the number of stages with "
-            "-n (with hybrid: -o stages)",
+            next_step=f"name {_layers(stages - 1)} in split_at, or change the number of stages "
+            "with -n (with hybrid: -o stages)",
             code="WB-FIT-140",
         )
     return bounds
