@@ -183,8 +183,8 @@ def facts(entry) -> str:
         return "\n".join(lines)
     if not entry.anywhere:
         lines.append(
-            "- never run on its device ([never run](never-run.md)): TensorFlow's documentation "
-            "says that the result is the same as on one device; no test of Workbench checks this"
+            "- [never run](never-run.md) on a TPU: TensorFlow's documentation says that "
+            "the result is the same as on one device; no test of Workbench checks this"
         )
     elif entry.exact_with is None:
         lines.append("- with several workers, the result is not the same as on one device")

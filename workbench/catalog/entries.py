@@ -172,8 +172,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "consistency", "choice", "latest", choices=("latest", "snapshot"),
-                help="the parameters that a worker pulls; `latest`: the newest parameters of each "
-                "server; `snapshot`: the same version from all servers",
+                help="which parameters a worker pulls: the newest of each server (`latest`), or "
+                "the same version from all servers (`snapshot`)",
             ),
             Option(
                 "pull_every", "int", 1, minimum=1,
@@ -541,8 +541,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU; this strategy was never run on a real TPU: tests check only its error "
-        "messages",
+        suits="a TPU (it was never run on a real TPU; tests check only its error messages)",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,

@@ -276,9 +276,11 @@ def _check_collisions(cell: Cell, script: str) -> None:
     for name in bound_on_top(cell.tree):
         meant = same.get(name)
         if name in theirs and (meant is None or meant.split(".")[0] != theirs[name].split(".")[0]):
-            raise _refused(f"the name {name}, which the cell defines", f"give {name} another name")
+            seen = f"the cell defines {name}, but the script imports something else with this name"
+            raise _refused(seen, f"give {name} another name")
         if name.startswith("_") and name in functions:
-            raise _refused(f"the name {name}, which the cell defines", f"give {name} another name")
+            seen = f"the cell defines {name}, but the script has its own function with this name"
+            raise _refused(seen, f"give {name} another name")
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:

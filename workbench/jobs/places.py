@@ -576,7 +576,7 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The command that sends orders failed.",
+                "The order was not sent to the job, because the command for orders failed.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try the command in a shell",
                 code="WB-RUN-120",

@@ -502,8 +502,8 @@ class Knows:
                 )
         if self.fitted is None and link is not None and most > 1:
             found.append(
-                "The runs sent no messages, so the predicted time of a message is only its "
-                "time on the link."
+                "The runs sent no messages, so the workers' own work for a message is not known. "
+                "The prediction contains only the message's time on the link."
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(

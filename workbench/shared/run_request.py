@@ -74,7 +74,7 @@ class RunRequest(RunSettings):
         "strategy",
         (),
         help="one strategy, or several strategies separated by commas",
-        without="no strategy: the cell runs on every worker",
+        without="no strategy: the cell only runs on every engine",
         example="%%distributed one_device,mirrored",
     )
     workers: int | None = _said(

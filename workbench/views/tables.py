@@ -356,11 +356,12 @@ def _figures(run: RunSummary) -> list[str]:
 
 
 def _change(change: Mapping[str, Any]) -> str:
-    """Return the step, the event and the number of remaining workers: `step 60: rank 1 died (then
-    2 workers)`.
+    """Return the step, the event and the number of remaining workers: `step 60: rank 1 died (2
+    workers from then on)`.
     """
     words = text.change_words(str(change["event"]), change["ranks"])
-    return f"step {change['step']}: {words} (then {_count(change['workers'], 'worker')})"
+    now = _count(change["workers"], "worker")
+    return f"step {change['step']}: {words} ({now} from then on)"
 
 
 def _warmed(run: RunSummary) -> str:

@@ -24,21 +24,28 @@ def build_module(model: Any) -> Any:
     if isinstance(built, keras.Model) and not isinstance(model, type):
         return built
     raise FitError(
-        "The model is not a Keras model.",
+        "The model is not a Keras 3 model.",
         seen=foreign(built)
         or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
         allowed="a keras.Model, or a function without arguments that returns a model",
-        next_step="pass the model itself: wb.fit(model, ...)",
+        next_step=_REBUILD.get(foreign(built), "pass the model itself: wb.fit(model, ...)"),
         code="WB-FIT-042",
     )
+
+
+_OLD, _TORCH = "a model of tf_keras (Keras 2)", "a torch module"
+_REBUILD = {
+    _OLD: "build the model with keras instead of tf_keras",
+    _TORCH: "build a Keras model, or use --framework torch",
+}
 
 
 def foreign(model: Any) -> str:
     """Return the name of a model of tf_keras or of PyTorch; empty for all others."""
     kinds = {re.split(r"[.]", cls.__module__)[0] for cls in type(model).__mro__}
     if "tf_keras" in kinds:
-        return "a model of tf_keras (Keras 2)"
-    return "a torch module" if "torch" in kinds else ""
+        return _OLD
+    return _TORCH if "torch" in kinds else ""
 
 
 def sketch_module(model: Any) -> tuple[Any, None]:

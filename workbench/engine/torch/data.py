@@ -224,9 +224,10 @@ class StreamSource(Source):
                 events.Warned(
                     rank=self._context.spec.rank,
                     text=f"The loader has {count} processes, and each process reads the whole "
-                    f"stream. So each sample is used {count} times, or the last samples are never "
-                    "used. Make the data set's __iter__ read a different part in each process "
-                    "(torch.utils.data.get_worker_info()), or use num_workers=1.",
+                    f"stream. So each sample is used {count} times. If `steps` ends the training "
+                    "earlier, the last samples are never used. Make the data set's __iter__ read a "
+                    "different part in each process (torch.utils.data.get_worker_info()), or use "
+                    "num_workers=1.",
                 )
             )
 

@@ -236,7 +236,7 @@ def fitting(c: Check) -> None:
                 "but one worker holds another number of bytes.",
                 hint,
             )
-    c.expect(True, "the number of bytes of a worker is right for all six strategies", "")
+    c.expect(True, "the bytes that a worker holds are right for all six strategies", "")
     choice = c.text("choice", MEMORY)
     c.expect(
         choice == "model_split",

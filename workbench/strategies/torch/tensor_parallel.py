@@ -391,8 +391,8 @@ class TensorParallel(Partitioned):
             if self.rank == 0:
                 text = (
                     "The names of some layers suggest that they form pairs: the second layer "
-                    "of a pair can use the divided output of the first. One device does not "
-                    "have enough free memory to test this. "
+                    "of a pair can use the divided output of the first. At least one worker's "
+                    "device does not have enough free memory to test this. "
                 )
                 text += (
                     "So Workbench gathers the outputs of these layers. If two layers form a pair, "

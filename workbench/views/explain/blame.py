@@ -143,9 +143,9 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each all-reduce would begin when the last of the other workers is ready",
-    "pipeline": "each step would be shorter by the difference between the busy time of worker "
-    "{worker} and the longest busy time of the other workers. The pipeline would also fill faster. "
-    "The estimate does not include this effect, so the real gain is larger",
+    "pipeline": "the busiest of the other workers would set the pace. So each step would be "
+    "shorter by the busy time of worker {worker} minus the busy time of that worker. The pipeline "
+    "would also fill faster. The estimate leaves this out, so the real gain is larger",
     "asynchronous": "a step of worker {worker} would take the other workers' median step time",
 }
 
@@ -179,7 +179,8 @@ class WhatIfPicture(Picture, WhatIf):
                 f"Only one of every {self.stride} steps is stored and used in this estimate."
             )
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
-            found.append(f"{name}: the latest {len(shown.step)} steps took {_length(shown)}")
+            took = "took" if shown is self.real else "would take"
+            found.append(f"{name}: the latest {len(shown.step)} steps {took} {_length(shown)}")
         return "\n".join(found)
 
     def canvas(self) -> Canvas:

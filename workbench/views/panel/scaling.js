@@ -146,7 +146,7 @@ SECTIONS.push((() => {
       const picture = kit.svg("svg", { width: 36, height: 14, class: "wbp-ringkey", "aria-hidden": "true" },
         kit.svg("rect", { width: 36, height: 14, class: "wbp-band" }), kit.svg("path", { d: "M0 7H12M24 7H36", class: "wbp-expected" }), kit.svg("circle", { cx: 18, cy: 7, r: 5.5, class: "wbp-ring" }));
       const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded area: no measured runs." : "";
-      keys.push(kit.h("li", {}, picture, `Circles: predicted from runs with ${counts} workers. Band: 90 % of runs are expected in it. Dots: measured.${shaded}`));
+      keys.push(kit.h("li", {}, picture, `Circles: predicted from runs with ${counts} workers. Band: should contain 90 % of runs. Dots: measured.${shaded}`));
     }
     const reasons = new Map(), many = shown.curves.length;
     for (const c of shown.curves) if (c.predicted?.why_not) reasons.set(c.predicted.why_not, [...(reasons.get(c.predicted.why_not) ?? []), c.name]);

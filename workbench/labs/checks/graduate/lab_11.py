@@ -599,8 +599,8 @@ def saved(c: Check) -> None:
     )
     c.need(
         float(views) == float(views_true),
-        "For z.view(5, 2) * z.view(5, 2), autograd saves two views of z, and z has 80 bytes. But "
-        f"`saved_bytes` returned {float(views):g}.",
+        "For z.view(5, 2) * z.view(5, 2), autograd saves two views of z, which share the 80 "
+        f"bytes of z. But `saved_bytes` returned {float(views):g}.",
         "the two views are different Python objects with the same memory: compare data_ptr(), and "
         "not id()",
     )

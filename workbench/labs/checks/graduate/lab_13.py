@@ -59,8 +59,9 @@ def work(c: Check) -> None:
             found == 3 * forward,
             f"step_flops{(*sizes, sequences)} returned {found:.4g}, which is not the number of "
             "FLOPs of a training step.",
-            "count 2 FLOPs per token for each weight of a matrix product. Add the two products of "
-            "attention for each layer and sequence. Do not count embeddings, norms and biases",
+            "count 2 FLOPs per token for each weight of a matrix product. Add the FLOPs of "
+            "attention's two products for each layer and sequence. Do not count embeddings, norms "
+            "and biases",
         )
         found = c.number_from("thumb_flops", *sizes, sequences)
         c.need(

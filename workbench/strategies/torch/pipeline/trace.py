@@ -156,7 +156,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
     results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
     if not results or not all(isinstance(result, Node) for result in results):
         raise FitError(
-            "The model must return a tensor that it has computed.",
+            "The model must return tensors that it computes, not constants or None.",
             seen=type(outputs[0]).__name__ if outputs else "nothing",
             next_step="make the model return a tensor, or tensors in a tuple or dictionary",
             code="WB-FIT-149",
