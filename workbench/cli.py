@@ -287,7 +287,11 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
             left += [] if gone else [one.id]
             print(f"{one.id} {'stopped' if gone else 'is still running'}")
     if left:
-        print(f"some processes of these clusters still run: {', '.join(left)}", file=sys.stderr)
+        print(
+            f"some processes of these clusters still run: {', '.join(left)}; run `workbench stop` "
+            "again",
+            file=sys.stderr,
+        )
     return 1 if left else 0
 
 
@@ -405,8 +409,8 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "`workbench labs` makes notebooks from labs' sources, but this file is not a "
-                "lab's source.",
+                "`workbench labs` makes notebooks from labs' sources, but this is not a lab's "
+                "source.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
@@ -486,7 +490,7 @@ def _limits(given: argparse.Namespace) -> Limits:
             raise PlanError(
                 f"--{name} is out of range.",
                 seen=seen,
-                allowed=f"{value} or more",
+                allowed=f"{value} or more, and less than 10 million",
                 code="WB-PLAN-021",
             )
     if given.lab is not None:
@@ -497,9 +501,18 @@ def _limits(given: argparse.Namespace) -> Limits:
                 f"--lab cannot be used: {why}", seen=str(given.lab), code="WB-PLAN-022"
             ) from None
     if given.json not in (None, "-"):
-        folder = Path(given.json).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
-            raise PlanError("--json needs a writable file.", seen=given.json, code="WB-PLAN-023")
+        folder, trouble = Path(given.json).absolute().parent, ""
+        if Path(given.json).is_dir():
+            trouble = "this is a folder"
+        elif not folder.is_dir():
+            trouble = f"there is no folder {folder}"
+        elif not os.access(folder, os.W_OK):
+            trouble = f"you have no permission to write in the folder {folder}"
+        if trouble:
+            raise PlanError(
+                f"--json needs a file that can be written, but {trouble}.", seen=given.json,
+                code="WB-PLAN-023",
+            )  # fmt: skip
     return Limits(
         cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
     )

@@ -107,10 +107,10 @@ class WorkbenchMagics(Magics):
         except KeyboardInterrupt:
             progress.done()
             raise ClusterError(
-                "The start was interrupted. No engine runs, and no job is in the queue."
+                "The start was interrupted. It left no engine and no job behind."
                 if session.cluster is None
-                else "The start was interrupted.",
-                next_step="start the engines again: %cluster start",
+                else "The start of more engines was interrupted.",
+                next_step="start the engines again: run the same %cluster start line",
                 code="WB-CLUSTER-078",
             ) from None
         except BaseException:
@@ -121,7 +121,10 @@ class WorkbenchMagics(Magics):
         if asked.count is not None and asked.count < count:
             print(f"{count} engines are running; to train on fewer engines, use -n")  # noqa: T201
         if why := cluster.engine_set.put_off:
-            print(f"Workbench did not import the framework in advance: {why}")  # noqa: T201
+            print(  # noqa: T201
+                "The engines started more slowly, because Workbench did not import the framework "
+                f"in advance: {why}"
+            )
         if asked.keep:
             print(kept_words(cluster.keeping))  # noqa: T201
 
@@ -229,7 +232,11 @@ class WorkbenchMagics(Magics):
         """Write the cell as a job instead of training it."""
         if not asked.to_job or len(asked.strategies) != 1 or asked.seeds:
             raise PlanError(
-                "A job needs one cell, one strategy and one folder.",
+                "--plain needs a folder for the job."
+                if not asked.to_job
+                else "A job needs one strategy."
+                if len(asked.strategies) != 1
+                else "A job is one training, so it cannot have several seeds.",
                 seen=f"{', '.join(asked.strategies) or 'no strategy'}"
                 + (f", --seeds {asked.seeds}" if asked.seeds else "")
                 + ("" if asked.to_job else ", --plain without --to-job"),
@@ -316,7 +323,7 @@ def refuse_launchers(source: str) -> None:
                     seen=one,
                     allowed="a training loop that reads torchrun's environment variables, which "
                     "every engine has",
-                    next_step="call the function itself: train(), not notebook_launcher(train)"
+                    next_step=f"call the function itself: train(), not {called}(train)"
                     if called in _LAUNCHERS
                     else 'write strategy="ddp"',
                     code="WB-PLAN-341",
@@ -364,7 +371,8 @@ def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
     if name and name in namespace:
         step = f"%push {name}, or define it in a %%distributed cell"
         if isinstance(namespace[name], ModuleType):
-            step = f"import {namespace[name].__name__} in the cell"
+            module = namespace[name].__name__
+            step = f"write in the cell: import {module}" + f" as {name}" * (module != name)
         here = "The name exists in the notebook, but not on the engines."
         found = RunError(f"{error.what}\n  {here}", seen=name, next_step=step, code="WB-RUN-052")
         if error.brief is not None:

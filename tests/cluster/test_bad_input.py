@@ -159,8 +159,8 @@ def test_a_variable_that_only_the_notebook_has_is_named_with_the_way_to_push_it(
     book.ok("%push only_here")
     assert book.ok("%%distributed\nonly_here").lines() == ["[ranks 0-1] 5"]
     book.ok("import fractions as fr")
-    book.refused("%%distributed\nfr.Fraction(1)", "import fractions in the cell")
-    book.refused("%%distributed mirrored --plot off\nlen(fr)", "import fractions in the cell")
+    book.refused("%%distributed\nfr.Fraction(1)", "import fractions as fr")
+    book.refused("%%distributed mirrored --plot off\nlen(fr)", "import fractions as fr")
     missing = book.refused("%%distributed\nnowhere_at_all", "nowhere_at_all")
     assert "%push" not in str(missing.error)
 

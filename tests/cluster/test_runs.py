@@ -100,7 +100,7 @@ def test_a_second_run_is_refused_while_one_is_going_on(cluster):
     run = going(cluster.run(ENDLESS, strategy="mirrored", name="going"))
     with pytest.raises(RunError, match=r"'going'.*WB-RUN-065") as refused:
         cluster.run(SHORT, strategy="mirrored")
-    assert "run.stop()" in str(refused.value)
+    assert "wb.runs['going'].stop()" in str(refused.value)
     run.stop()
     run.wait(WAIT_S)
     assert cluster.run(SHORT, strategy="mirrored").wait(WAIT_S).state == "finished"

@@ -50,8 +50,8 @@ def test_edited_steps_and_checks_change_nothing_and_are_named(merged):
     found = merged(made)
     assert all_of(found) == all_of(merged(cells(GOOD)))
     assert [note.partition(":")[0] for note in found.notes] == [
-        "2 steps of the lab changed (cell 2, 3)",
-        "1 check changed (cell 6)",
+        "2 steps of the lab changed (cells 2, 3 of the original)",
+        "1 check changed (cell 6 of the original)",
     ]
 
 
@@ -124,7 +124,9 @@ def test_without_ids_steps_are_known_by_their_tags(merged):
     made[2]["source"] = "%%distributed\nimport nothing"
     found = merged(made)
     assert answers(found)["1.1"] == [GOOD["1.1"]]
-    assert [n.partition(":")[0] for n in found.notes] == ["1 step of the lab missing (cell 3)"]
+    assert [n.partition(":")[0] for n in found.notes] == [
+        "1 step of the lab missing (cell 3 of the original)"
+    ]
 
 
 def test_a_long_notebook_of_lines_that_are_nearly_checks_is_read_at_once(merged):

@@ -26,7 +26,5 @@ def test_what_goes_in_comes_out():
 
 
 def test_what_cannot_be_kept_is_named():
-    with pytest.raises(
-        FitError, match=r"WB-FIT-001[\s\S]*state\['groups'\]\[0\]\['fn'\]: function"
-    ):
+    with pytest.raises(FitError, match=r"state\['groups'\]\[0\]\['fn'\]: function.*WB-FIT-001"):
         encode({"groups": [{"fn": test_what_goes_in_comes_out}]}, lambda value: False)

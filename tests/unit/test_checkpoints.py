@@ -110,7 +110,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     one = plan(checkpoint=str(tmp_path), name="base")
     claim(one)
     last, earlier = stored(tmp_path, 9), stored(tmp_path, 3)
-    with pytest.raises(PlanError, match=r"(?s)WB-PLAN-097.*9.*wb\.resume\("):
+    with pytest.raises(PlanError, match=r"(?s)WB-PLAN-097.*9.*--checkpoint"):
         claim(one)
     claim(one, resume_from=str(last))
     with pytest.raises(PlanError, match="WB-PLAN-096"):

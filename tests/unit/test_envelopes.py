@@ -359,7 +359,7 @@ def test_numbers_that_cannot_be_are_refused(wrong, folder):
 
 @pytest.mark.parametrize("wrong", [{"nodes": 3}, {"nodes": 2, "workers_per_node": 3}, {"nodes": 8}])
 def test_processes_that_do_not_fill_the_nodes_evenly_are_refused(wrong, folder):
-    assert "1, 2, 4" in refused("WB-PLAN-231", "slurm", folder, **wrong)
+    assert "1 x 4, 2 x 2, 4 x 1" in refused("WB-PLAN-231", "slurm", folder, **wrong)
 
 
 def test_servers_are_processes_like_others(folder):

@@ -607,7 +607,7 @@ def test_more_workers_than_memory_holds_are_refused_before_one_is_started(
     for one in launch.pool.engines.engines.values():
         one.pid = os.getpid()
     monkeypatch.setattr(scaling, "memory", lambda: (size // 2, size))
-    with pytest.raises(RunError, match=r"too little memory for more workers. \[WB-RUN-151\]"):
+    with pytest.raises(RunError, match="WB-RUN-151"):
         healer.scale(4)
     assert launch.replaced == []
     assert healer.target is None

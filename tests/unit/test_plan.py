@@ -144,7 +144,8 @@ def test_a_slow_worker_can_be_given_less_where_shares_are_weighted(strategy: str
         ("local_sgd", {}, "shares"),
         ("parameter_server", {}, "step together"),
         ("mirrored", {"framework": "tensorflow"}, "shares"),
-        ("one_device", {}, "shares"),
+        ("one_device", {}, "one worker"),
+        ("model_split", {}, "all samples"),
     ],
 )
 def test_where_a_slow_worker_cannot_have_less_it_is_said_before_an_engine_is_touched(

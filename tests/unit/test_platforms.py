@@ -316,7 +316,7 @@ def test_what_a_partition_lacks_is_said_with_what_it_has(
     with pytest.raises(ClusterError) as told:
         platform("slurm").check(folder_with(tmp_path, "job.sbatch"), replace(ONE, **asked))
     assert told.value.code == "WB-CLUSTER-087"
-    assert any(number in str(told.value) for number in ("4 CPUs", "8 CPUs"))
+    assert any(number in str(told.value) for number in ("per node: 4", "per node: 8"))
     assert not [call for call in slurm.calls if call.startswith("sbatch")]
 
 

@@ -74,7 +74,8 @@ def lookup(name: str, framework: str = "torch") -> Strategy:
         raise PlanError(
             f"Strategy {name} is not available for {framework}.",
             allowed=", ".join(names(framework)) or f"no strategy has a version for {framework}",
-            next_step=f"use --framework {elsewhere[0]}",
+            next_step="use an allowed strategy, or write the training code for "
+            f"{elsewhere[0]} and use --framework {elsewhere[0]}",
             code="WB-PLAN-001",
         )
     every = [*names(framework), *(a for e in strategies(framework) for a in e.aliases)]

@@ -159,7 +159,8 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         phases.append(
             Phase(
                 "Unfold",
-                f"Each worker with rank {p} or higher receives the sum from the same worker.",
+                f"Each worker with rank {p} or higher receives the sum from the worker to which "
+                "it sent its tensor.",
                 arrows=arrows,
                 formula=unit,
             )

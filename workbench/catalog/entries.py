@@ -152,8 +152,11 @@ TORCH: tuple[Strategy, ...] = (
         "pushes that were on their way, and the extra steps of workers that were ahead of worker 0",
         links=True,
         excludes=(
-            ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
-            ("replicas", "consistency"),
+            ("sync", "max_staleness", "with sync=true, no gradient is stale"),
+            ("sync", "staleness_aware_lr", "with sync=true, no gradient is stale"),
+            ("sync", "pull_every", "with sync=true, workers pull the parameters in every step"),
+            ("replicas", "consistency", "with consistency=snapshot, only server 0 knows which "
+             "version the other servers must send, so no copy can replace server 0"),
         ),
         spares_workers=True,
         options=(
@@ -334,7 +337,10 @@ TORCH: tuple[Strategy, ...] = (
         "also loses the differences between replicas, because all replicas start from their mean",
         linear_only=True,
         links=True,
-        excludes=(("fragments", "fraction"),),
+        excludes=(
+            ("fragments", "fraction", "`fraction` chooses the workers for a whole round, but each "
+             "fragment's round begins at another step"),
+        ),
         rules="workbench.catalog.schedules:check_turns",
         options=(
             Option(
@@ -541,7 +547,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU (it was never run on a real TPU; tests check only its error messages)",
+        suits="a TPU (this strategy was never run on one; tests check only its error messages)",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,

@@ -111,13 +111,13 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             f"Schedule `{name}` sends the whole batch from stage to stage, so the batch is one "
             "single microbatch.",
             seen=f"microbatches={count}",
-            next_step=f"use -o schedule=gpipe -o microbatches={count}",
+            next_step=f"use -o schedule=gpipe -o microbatches={count}, or remove -o microbatches",
             code="WB-PLAN-079",
         )
     if count < least:
         raise PlanError(
-            f"Schedule `{name}` needs at least one microbatch per worker.",
-            seen=f"microbatches={count} on {workers} workers",
+            f"Schedule `{name}` needs at least one microbatch for each worker of a pipeline.",
+            seen=f"microbatches={count} for a pipeline of {workers} workers",
             allowed=f"{least} or more microbatches",
             next_step=f"use -o microbatches={2 * workers}, or -o schedule=gpipe",
             code="WB-PLAN-080",
@@ -127,18 +127,21 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
         raise PlanError(
             f"Schedule `{name}` divides the microbatches into rounds, and all rounds must have "
             "the same size.",
-            seen=f"microbatches={count} in {rounds} rounds on {workers} workers",
-            allowed=f"a multiple of {workers}",
+            seen=f"microbatches={count} in {rounds} rounds, for a pipeline of {workers} workers",
+            allowed=f"for example any multiple of {workers}",
             next_step=f"use -o microbatches={workers * rounds}",
             code="WB-PLAN-081",
         )
     if batch_size is not None and count > batch_size:
+        fewer = f"-o microbatches={least if schedule.rounds else batch_size}"
+        if batch_size < least:
+            fewer = f"-o schedule=gpipe -o microbatches={batch_size}"
         raise PlanError(
-            "The pipeline has more microbatches than samples in a step, so some microbatches "
-            "would be empty.",
-            seen=f"microbatches={count} for {batch_size} samples",
+            "A pipeline has more microbatches than samples in a step, so some microbatches would "
+            "be empty.",
+            seen=f"microbatches={count} for the {batch_size} samples of a pipeline",
             allowed=f"at most {batch_size} microbatches",
-            next_step="use a larger batch_size, or fewer microbatches with -o microbatches",
+            next_step=f"use a larger batch_size, or {fewer}",
             code="WB-PLAN-082",
         )
     return int(count)
@@ -166,12 +169,14 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
     if "stages" in options:  # several pipelines, each with a share of the batch
         every, workers = workers, pipeline_workers(options, workers)
         if every % workers:
+            below = every // workers * workers
+            fits = f"-n {below}" if below else f"-o stages={every}"
             raise PlanError(
                 "The number of workers must be a multiple of `stages`, the number of workers in "
                 "each pipeline.",
                 seen=f"stages={workers} on {every} workers",
                 allowed=f"a multiple of {workers} workers",
-                next_step=f"use -n {-(-every // workers) * workers}",
+                next_step=f"use {fits}, or -n {below + workers}",
                 code="WB-PLAN-083",
             )
         batch_size = None if batch_size is None else -(-batch_size * workers // every)

@@ -163,7 +163,7 @@ class Strategy:
         servers_option: Name of the option that says how many servers it needs instead.
         copies_option: Name of the option that says how many servers hold each part.
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
-        excludes: Pairs of options; only one of each pair can differ from its default.
+        excludes: Pairs of options, and why only one of the pair can differ from its default.
         links: Whether it has its own links; bandwidth and latency can be simulated on them.
         one_engine: Whether one engine runs the cell, whatever the number of replicas.
         remote_workers: Whether that engine only gives out steps, and each worker is another engine.
@@ -223,7 +223,7 @@ class Strategy:
     servers_option: str | None = None
     copies_option: str | None = None
     sync_option: str | None = None
-    excludes: tuple[tuple[str, str], ...] = ()
+    excludes: tuple[tuple[str, str, str], ...] = ()
     links: bool = False
     one_engine: bool = False
     remote_workers: bool = False
@@ -308,7 +308,7 @@ class Strategy:
                 f"{', '.join(dict.fromkeys(elsewhere))}.",
                 seen=name,
                 allowed=", ".join(option.name for option in self.options) or "no options",
-                next_step=f"use %%distributed {elsewhere[0]} -o {name}=...",
+                next_step=f"use %%distributed {elsewhere[0]} -o {name}=..., or remove -o {name}",
                 code="WB-PLAN-005",
             )
         if not self.options:
@@ -329,10 +329,11 @@ class Strategy:
         """
         parsed = {name: self.option(name, others).parse(value) for name, value in given.items()}
         values = {option.name: parsed.get(option.name, option.default) for option in self.options}
-        for pair in self.excludes:
+        for *pair, why in self.excludes:
             if all(values[name] != self.option(name).default for name in pair):
                 raise PlanError(
-                    f"Options `{pair[0]}` and `{pair[1]}` of {self.name} cannot be used together.",
+                    f"Options `{pair[0]}` and `{pair[1]}` of {self.name} cannot be used together, "
+                    f"because {why}.",
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
                     next_step="remove one of the two options",
                     code="WB-PLAN-007",

@@ -44,9 +44,10 @@ def mirrored(layout: Layout) -> Parts:
     """All-reduce of the gradients, with the requested algorithm and compression."""
     compress, asked = str(layout.options["compress"]), str(layout.options["allreduce"])
     algorithm = "backend" if asked == "auto" else asked
-    many = L if algorithm == "hierarchical" else N
+    gathers = compress.startswith("topk")
+    many = L if algorithm == "hierarchical" and not gathers else N
     units, notes = {**M, **many}, []
-    if asked == "auto":
+    if asked == "auto" and not gathers:
         notes.append(
             "With allreduce=auto, Workbench measures the algorithms and uses the fastest. The "
             "diagram shows the algorithm of the backend (gloo or NCCL)."
@@ -56,7 +57,7 @@ def mirrored(layout: Layout) -> Parts:
         units = {"C": f"bytes of the gradients after compression with {compress}", **many}
     pattern, source = diagrams.ALL_REDUCE[algorithm]
     phases = pattern(layout.ids, "gradients", unit)
-    if compress.startswith("topk"):
+    if gathers:
         phases = _gathered(layout)
         source = "ring all-gather; Aji and Heafield, Sparse Communication, EMNLP 2017"
     if algorithm == "backend" and compress == "none":
@@ -144,8 +145,11 @@ def parameter_server(layout: Layout) -> Parts:
         layout, ids, "M", "gradients", "Push",
         "Each server receives the gradient of the parameters that it holds.", up=True,
     )  # fmt: skip
+    which = "the newest parameters"
+    if layout.options["consistency"] == "snapshot":
+        which = "the same version of the parameters from all servers"
     pulled = diagrams.exchange_with_server(
-        layout, ids, "M", "weights", "Pull", "Each worker receives the newest parameters.", up=False
+        layout, ids, "M", "weights", "Pull", f"Each worker receives {which}.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
     alone = "A server takes a separate step for each push, as soon as the push arrives."
@@ -157,7 +161,8 @@ def parameter_server(layout: Layout) -> Parts:
         else [("No worker waits for another worker: each takes its steps at its own speed.")]
     )
     if bound is not None:
-        notes = [f"A worker that is more than {bound} steps ahead of the slowest worker must wait."]
+        ahead = f"{bound} step{'' if bound == 1 else 's'} ahead of the slowest worker"
+        notes = [f"A worker that is more than {ahead} must wait."]
     copy = diagrams.copies(layout, _chains(layout), "M", together=together)
     return _with_servers(
         layout, "its part of the parameters and of the optimizer's state",
@@ -315,17 +320,19 @@ def local_sgd(layout: Layout) -> Parts:
     schedules.check_turns(options, layout.workers, None)
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
     holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
+    who = "all workers"
     if options["fraction"] < 1:
+        who = "the workers that take part"
         notes.append(
-            "In each round, only some workers take part (option fraction). The other workers send "
-            "zeros."
+            "In each round, only some workers take part (option fraction). The other workers do "
+            "not train. They send zeros, which do not count in the mean."
         )
     if outer:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
             "The outer step takes the parameters from the start of the round, and adds the mean "
-            f"change of all workers, with learning rate {options['outer_lr']:g} and Nesterov "
+            f"change of {who}, with learning rate {options['outer_lr']:g} and Nesterov "
             f"momentum {options['outer_momentum']:g}. The outer step itself sends no messages."
         )
     if fragments > 1:
@@ -333,8 +340,8 @@ def local_sgd(layout: Layout) -> Parts:
     phases = (
         _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
         "model become different."),
-        *_meetings(layout, "are updated by an outer step, which uses their mean over all workers"
-                   if outer else "are replaced by their mean over all workers"),
+        *_meetings(layout, f"are updated by an outer step, which uses their mean over {who}"
+                   if outer else f"are replaced by their mean over {who}"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
     units |= {"F": "number of fragments"} if fragments > 1 else {}

@@ -471,10 +471,10 @@ class Engines:
         if not self._ground.forks:
             raise ClusterError(
                 "This cluster cannot continue after the notebook's kernel has ended.",
-                seen=self._ground.why_not,
+                seen=self._ground.why_not, code="WB-CLUSTER-008",
                 allowed="engines forked on this machine (--launcher local, on Linux)",
-                code="WB-CLUSTER-008",
-            )
+                next_step="remove --keep, and save the training with --checkpoint",
+            )  # fmt: skip
         self.idle_timeout_s = idle_timeout_s
 
     def about(self) -> dict[str, Any]:

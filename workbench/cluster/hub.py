@@ -154,7 +154,8 @@ class Controller:
                 raise ClusterError(
                     "ipyparallel has no profile with this name.",
                     seen=f"profile={profile}",
-                    next_step=f"ipython profile create --parallel --profile={profile}",
+                    next_step="give the name of a profile that `ipython profile list` shows; or "
+                    f"run `ipython profile create --parallel --profile={profile}`",
                     code="WB-CLUSTER-072",
                 ) from error
             with contextlib.suppress(ConfigFileNotFound):

@@ -39,6 +39,13 @@ PREPARED_POLL_S = 0.1
 HEARD_S = 5.0
 """How long the report of a killed helper's end may take."""
 DID_NOT_ANSWER = "Workbench ended the engine, because the engine did not answer"
+NO_LOGS = "the engines' logs are empty"
+ANEW = "run %cluster stop, then %cluster start"
+START_AGAIN = f"if the log shows an error, correct its cause; then {ANEW}"
+
+
+def _engines(ids: Sequence[int]) -> str:
+    return f"Engine{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
 
 
 class ClusterServices:
@@ -479,7 +486,7 @@ class Starter:
             if self._hosted is not None:
                 gone = [i for i in missing if not self._hosted.pid_of(i)]
                 if gone or time.monotonic() > end:
-                    raise self._not_started(gone or missing)
+                    raise self._not_started(gone or missing, 0 if gone else timeout_s)
                 continue
             if not dead and time.monotonic() <= end:
                 continue
@@ -489,10 +496,10 @@ class Starter:
             for one in warm_sets:  # the engines that did start have no owner
                 one.signal(signals.SIGKILL)
             raise ClusterError(
-                f"Engines {missing} did not start"
+                f"{_engines(missing)} did not start"
                 + (f": {', '.join(how)}." if how else f" within {timeout_s:g} s."),
-                seen=logs or "the engines' logs are empty",
-                next_step="run %cluster stop, then %cluster start",
+                seen=logs or NO_LOGS,
+                next_step=START_AGAIN if logs else ANEW,
                 code="WB-CLUSTER-018",
             )
 
@@ -516,13 +523,16 @@ class Starter:
             hosted.abandon(ids)
             raise
 
-    def _not_started(self, engines: Sequence[int]) -> ClusterError:
+    def _not_started(self, engines: Sequence[int], timeout_s: float) -> ClusterError:
+        """Return the error for engines that ended, or were too late for a time limit."""
         logs = [Path(self.logs[i]) for i in engines if i in self.logs]
         said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
         return ClusterError(
-            f"Engines {list(engines)} did not connect, or ended before they connected.",
-            seen=said[-LOG_CHARS:] or "the engines' logs are empty",
-            next_step="run %cluster stop, then %cluster start",
+            f"{_engines(engines)} did not connect to the notebook within {timeout_s:g} s."
+            if timeout_s
+            else f"{_engines(engines)} ended before connecting to the notebook.",
+            seen=said[-LOG_CHARS:] or NO_LOGS,
+            next_step=START_AGAIN if said else ANEW,
             code="WB-CLUSTER-070",
         )
 

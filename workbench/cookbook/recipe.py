@@ -97,8 +97,8 @@ class Recipe:
         for index, value in enumerate(self.args):
             if not is_plain(value):
                 raise PlanError(
-                    f"The function `{self.function}` got an argument that cannot be written as "
-                    "source code.",
+                    "Workbench sends a function and its arguments to the engines as source code. "
+                    f"An argument of `{self.function}` cannot be written as source code.",
                     seen=f"argument {index}: {type(value).__name__}",
                     allowed="numbers, text, True, False, None, and lists and dicts of these values",
                     next_step="create this value inside the function",
@@ -123,6 +123,7 @@ class Recipe:
                 )
             if not is_plain(value):
                 raise PlanError(
+                    "Workbench sends a recipe and its parameters to the engines as source code. "
                     f"The value of `{name}` cannot be written as source code.",
                     seen=type(value).__name__,
                     allowed="numbers, text, True, False, None, and lists and dicts of these values",
@@ -143,8 +144,12 @@ class Recipe:
                 f"{self.name or 'This cell'} has no parameters, so -p cannot be used.",
                 seen=", ".join(f"-p {name}" for name in given),
                 allowed="a recipe written as a function: its arguments are the parameters",
-                next_step="write the recipe as a function: @wb.recipe above def name(lr=0.1): "
-                "...; or remove -p",
+                next_step=(
+                    "add an argument with a default value to the function"
+                    if self.function
+                    else "write the recipe as a function: @wb.recipe above def name(lr=0.1): ..."
+                )
+                + "; or remove -p",
                 code="WB-PLAN-269",
             )
         values = {
@@ -283,11 +288,13 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
             next_step=NEXT,
             code="WB-PLAN-028",
         )
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    if is_async or inspect.isgeneratorfunction(function):
         raise PlanError(
             "A recipe must be a normal function that trains when it is called.",
-            seen=f"{function.__name__}, which is an async function or contains yield",
-            next_step=NEXT,
+            seen=f"{function.__name__}, which "
+            + ("is an async function" if is_async else "contains yield"),
+            next_step="write def instead of async def" if is_async else "remove yield",
             code="WB-PLAN-029",
         )
     made = Recipe.from_function(function)
@@ -310,7 +317,8 @@ def check_name(name: object) -> str:
         raise PlanError(
             "This name cannot be used for a recipe.",
             seen=name,
-            allowed="one line of text that does not begin with -, # or %",
+            allowed="one line of text, not empty, without spaces at its ends; it must not begin "
+            "with -, # or %",
             code="WB-PLAN-030",
         )
     return text

@@ -102,6 +102,7 @@ def _corpus() -> NDArray[np.int64]:
             "The data set `corpus` needs the source files of Python's standard library. This "
             "Python does not have these files.",
             seen=sysconfig.get_path("stdlib"),
+            next_step="use another data set, or a Python that has *.py files in this folder",
             code="WB-DATA-006",
         )
     texts, size = [], 0

@@ -127,7 +127,7 @@ def _nvidia(framework: str) -> tuple[list[Device], list[str]]:
                 return [], [*notes, unfit]
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not found:
-        return [], [*notes, *_signs("cuda", framework, why)]
+        return [], notes or _signs("cuda", framework, why)
     allowed = limits.load()
     permitted = {
         gpu.uuid
@@ -179,9 +179,7 @@ class _Reader:
                 self.notes.append(f"GPU {number} is not used: NVML says {str(error)!r}.")
         if not all(one.uuid for one in found):  # CUDA takes numbers too, but not both kinds
             found = [replace(one, uuid=str(one.number)) for one in found if one.part < 0]
-        return [replace(one, index=i) for i, one in enumerate(found)], (
-            "Workbench cannot use any GPU"
-        )
+        return [replace(one, index=i) for i, one in enumerate(found)], "NVML lists no GPU"
 
     def cuda(self) -> tuple[int, int] | None:
         """Return the newest CUDA that the driver supports."""
@@ -194,7 +192,7 @@ class _Reader:
         if mode == self._nvml.NVML_COMPUTEMODE_PROHIBITED:
             self.notes.append(
                 f"GPU {number} is not used: its compute mode is PROHIBITED. An administrator can "
-                "change this: nvidia-smi -c 0"
+                f"change this with nvidia-smi -i {number} -c 0."
             )
             return []
         mig = self._ask("nvmlDeviceGetMigMode", handle)
@@ -204,7 +202,10 @@ class _Reader:
         return [replace(self._describe(handle), number=number, exclusive=exclusive)]
 
     def _instances(self, number: int, gpu: Any) -> list[Device]:
-        found, why = [], "it has no MIG instance (nvidia-smi mig -lgi lists all instances)"
+        found, why = [], (
+            "it has no MIG instance, and in this mode only instances can compute; an administrator "
+            "can create instances (nvidia-smi mig -cgi) or end the mode (nvidia-smi -mig 0)"
+        )  # fmt: skip
         parent = _text(self._nvml.nvmlDeviceGetUUID(gpu))
         for part in range(int(self._ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 7)):
             try:
@@ -319,8 +320,11 @@ def _amd(framework: str) -> tuple[list[Device], list[str]]:
             )
         )
     if found and framework == "torch" and (build := torch_build()) and not build.hip:
-        why = f"torch {build.version} is not built for ROCm"
-        return [], [f"{len(found)} AMD GPU{'s are' if len(found) > 1 else ' is'} not used: {why}."]
+        gpus = f"{len(found)} AMD GPU{'s are' if len(found) > 1 else ' is'}"
+        return [], [
+            f"{gpus} not used, because torch {build.version} is built without ROCm. "
+            "pytorch.org/get-started shows the command that installs a torch with ROCm."
+        ]
     if not found:
         return [], _signs("rocm", framework, f"{KFD} lists none")
     masks = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")

@@ -112,8 +112,8 @@ class Leases:
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
                     allowed=f"one worker for each GPU: at most {gpus}",
-                    next_step="use -n 1 or --devices cpu; an administrator can allow sharing: "
-                    "nvidia-smi -c 0",
+                    next_step=f"use -n {gpus} or --devices cpu; an administrator can allow "
+                    "sharing: nvidia-smi -c 0",
                     code="WB-PLAN-161",
                 )
 
@@ -231,12 +231,11 @@ def choose(
         raise ClusterError(
             "--devices requires GPUs, but no GPU can be used.",
             seen=devices,
-            allowed=f"GPUs that the driver reports and CUDA_VISIBLE_DEVICES contains{_limit()}",
-            next_step=" ".join(found.notes)
-            or (
-                "train on the CPU with --devices cpu; or run nvidia-smi to see what the driver "
-                "finds"
-            ),
+            allowed="GPUs that the driver reports"
+            + " and CUDA_VISIBLE_DEVICES contains" * ("CUDA_VISIBLE_DEVICES" in os.environ)
+            + _limit(),
+            next_step=" ".join(found.notes or ["Run nvidia-smi to see what the driver finds."])
+            + " Or train on the CPU with --devices cpu.",
             code="WB-CLUSTER-004",
         )
     if not isinstance(wanted, str):
@@ -250,12 +249,17 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
     known = {gpu.index: gpu for gpu in gpus}
     for position, index in enumerate(wanted):
         if index not in known or index in wanted[:position]:
+            twice, visible = index in known, os.environ.get("CUDA_VISIBLE_DEVICES")
             raise PlanError(
-                "--devices contains a GPU that does not exist, or the same GPU twice.",
+                "--devices contains the same GPU twice."
+                if twice
+                else "--devices contains a GPU that this notebook cannot use.",
                 seen=index,
-                allowed=", ".join(map(str, known)) + _limit(),
-                next_step="use allowed numbers, and each number only once; or remove --devices, "
-                "so that Workbench chooses the GPUs",
+                allowed=", ".join(map(str, known))
+                + (f" (positions in CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+                + _limit(),
+                next_step=f"use {'each number only once' if twice else 'allowed numbers'}; or "
+                "remove --devices, so that Workbench chooses the GPUs",
                 code="WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
@@ -282,29 +286,36 @@ def _least_used(
             if gpu.uuid not in taken and not (gpu.exclusive and set(gpu.pids) - own)
         ]  # fmt: skip
         if len(kept) + len(fit) < workers or (workers > 1 and any(g.part >= 0 for g in kept)):
-            return Choice(tuple(kept), cpu=True, why=_cpu_words(workers, gpus, taken))
+            return Choice(tuple(kept), cpu=True, why=_cpu_words(workers, gpus, taken, own))
         rest = fit
     fresh = sorted(rest[: max(0, workers - len(kept))], key=lambda gpu: gpu.index)
     return Choice((*kept, *fresh))
 
 
-def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]) -> str:
+def _cpu_words(
+    workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder], own: set[int]
+) -> str:
     held = {gpu.place: taken[gpu.uuid] for gpu in gpus if gpu.uuid in taken}
     said = [f"{place} is reserved by {who}" for place, who in held.items()]
+    busy = [gpu.place for gpu in gpus if gpu.exclusive and set(gpu.pids) - own]
+    said += [f"another process uses {one}, which is in mode EXCLUSIVE_PROCESS" for one in busy]
     if any(gpu.part >= 0 for gpu in gpus) and workers > 1:
         said.append("MIG instances cannot form an NCCL group")
     count = f"{workers} worker{'s' if workers > 1 else ''}"
     have = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
-    ways = ["with -n 1, the worker uses a GPU"] if workers > 1 and len(held) < len(gpus) else []
-    ways.append(
-        "with --devices cuda, the workers share the GPUs"
-        if workers > 1
-        else ("with --devices cuda, the worker uses the GPU anyway")
-    )
+    usable = len({*held, *busy}) < len(gpus)
+    ways = ["with -n 1, the worker uses a GPU"] if workers > 1 and usable else []
+    if not any(gpu.exclusive for gpu in gpus):  # such a GPU is neither shared nor taken
+        ways.append(
+            "with --devices cuda, the workers share the GPUs"
+            if workers > 1
+            else "with --devices cuda, the worker uses the GPU anyway"
+        )
     because = f" ({'; '.join(said)})" if said else ""
+    others = f" Other choices: {'; '.join(ways)}." if ways else ""
     return (
-        f"{count}, but {have}{because}, so all workers compute on the CPU. Other choices: "
-        f"{'; '.join(ways)}."
+        f"There are not enough usable GPUs: {count}, {have}{because}. So "
+        f"{'all workers compute' if workers > 1 else 'the worker computes'} on the CPU.{others}"
     )
 
 
@@ -339,8 +350,8 @@ def _sharing_words(workers: int, gpus: int) -> str:
         return ""
     return (
         f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. So their "
-        "step times do not show the speed of parallel training, and the workers use gloo "
-        "instead of NCCL."
+        "step times do not show the speed of parallel training. NCCL needs one GPU for each "
+        "worker, so the workers use gloo."
     )
 
 
@@ -510,7 +521,9 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
-            allowed="the GPUs that the engines used before, if no other notebook has reserved them",
+            allowed="only these GPUs: an engine cannot change the GPUs that it has used"
+            if bound
+            else None,
             next_step="run %cluster restart to use other GPUs; all variables will be lost",
             code="WB-CLUSTER-056",
         )

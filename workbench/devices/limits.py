@@ -82,8 +82,9 @@ class Limits:
         engines = f"{elsewhere} engine{'s' if elsewhere > 1 else ''}"
         others = f"; your other clusters have {engines}" if elsewhere else ""
         left = max(0, self.max_engines - elsewhere)
+        most = f"{self.max_engines} engine{'s' if self.max_engines > 1 else ''}"
         raise PlanError(
-            f"The administrator allows each user {self.max_engines} engines at most{others}.",
+            f"The administrator allows each user {most} at most{others}.",
             seen=wanted,
             allowed=f"{left} engine{'s' if left != 1 else ''} at most in this cluster "
             f"({self.sources.get('max_engines')})",
@@ -171,7 +172,8 @@ def _of_file(path: Path) -> Limits:
         ) from error
     unknown = sorted(set(given) - set(VARIABLES))
     if unknown:
-        raise _misunderstood(str(path), unknown[0], given[unknown[0]], ", ".join(VARIABLES))
+        names = f"these names of limits: {', '.join(VARIABLES)}"
+        raise _misunderstood(str(path), unknown[0], unknown[0], names)
     return _limits({name: (value, f"set in {path}") for name, value in given.items()})
 
 
@@ -333,10 +335,11 @@ def listening(listen: str) -> str:
     found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
     if not found:
         raise PlanError(
-            "--listen needs an address of this machine, not of another machine.",
+            "--listen needs an address of this machine.",
             seen=listen,
             allowed=_choices(here),
-            next_step="remove --listen, and name the other machines with --launcher ssh --on HOSTS",
+            next_step="use an allowed value; if you mean another machine, remove --listen, and "
+            "name the machine with --launcher ssh --on HOSTS",
             code="WB-PLAN-164",
         )
     return found[0]
@@ -411,10 +414,7 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
             f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
         )
     whose = "between workers" if encrypted else "of engines"
-    return (
-        f"--launcher {launcher}: the traffic {whose} is not encrypted. "
-        f"Use a private network ({PAGE})"
-    )
+    return f"--launcher {launcher}: traffic {whose} is unencrypted. Use a private network ({PAGE})"
 
 
 _tell: ContextVar[Callable[[str], object] | None] = ContextVar("workbench_exposure", default=None)

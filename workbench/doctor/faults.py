@@ -90,13 +90,13 @@ def _on(child: Child, place: Place) -> None:
                 child.say("unknown", id, what, f"needs {', '.join(fault.kinds)}")
                 continue
             try:
-                found, step, figures = provoke(cluster, fault)
+                found, wrong, figures = provoke(cluster, fault)
             except Exception as error:  # the next fault gets a complete cluster
                 child.say("fail", id, what, f"{type(error).__name__}: {str(error)[:300]}")
                 end(cluster)
                 cluster = stack.enter_context(cluster_of(child, place))
                 continue
-            child.say("fail" if step else "ok", id, what, found, step, **figures)
+            child.say("fail" if wrong else "ok", id, what, wrong or found, **figures)
 
 
 def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
@@ -123,7 +123,8 @@ def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
         else [f"the cell ended after {prompt_s:.1f} s, but the limit is {PROMPT_S:g} s"]
     )
     if fault.words and fault.words.lower() not in str(error).lower():
-        wrong.append(f"the error does not contain {fault.words!r}: {str(error)[:200]}")
+        said = f"the error does not contain {fault.words!r}: {str(error)[:200]}"
+        wrong.append("the cell ended without an error" if error is None else said)
     wrong += _after(cluster, fault, before)
     figures = {"prompt_s": round(prompt_s, 2)}
     found = f"the cell ended after {prompt_s:.1f} s"

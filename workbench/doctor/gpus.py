@@ -176,7 +176,7 @@ def _slow(ended: children.Ended) -> tuple[str, str]:
 def _why_not(probe: Probe, gpus: int) -> str:
     if not _installed(probe.package):
         return f"{probe.package} is not installed"
-    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, but this machine has {gpus}"
+    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, but Workbench can use {gpus}"
 
 
 def _last(tail: str) -> str:
@@ -222,10 +222,12 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
         )  # fmt: skip
     why = nvml.get("error", "NVML does not answer")
     if files:
-        return "fail", f"{files[0]} exists, but: {why}", (
+        step = (
             "if this is a container, start it with docker run --gpus all; after a driver update, "
             "restart the machine"
-        )  # fmt: skip
+        )
+        step = "run pip install nvidia-ml-py" if "No module" in why else step
+        return "fail", f"{files[0]} exists, but: {why}", step
     return "unknown", "no GPU here", ""
 
 
@@ -313,7 +315,8 @@ def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if not cut:
         return "ok", "off", ""
     return "warn", f"on for GPU {', '.join(map(str, cut))}", (
-        "use one worker per MIG instance; NCCL cannot connect instances (docs/gpus.md)"
+        "to use an instance, train with one worker; NCCL cannot connect instances, so with "
+        "--devices auto several workers use the CPU (docs/gpus.md)"
     )  # fmt: skip
 
 
@@ -327,7 +330,9 @@ def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
         return "ok", "default: several processes can share a GPU", ""
     words = ", ".join(f"GPU {i} {word}" for i, word in odd.items())
     if "PROHIBITED" in odd.values():
-        return "fail", words, "an administrator can reset the mode: nvidia-smi -c 0"
+        return "fail", f"{words}: no process can use a GPU in mode PROHIBITED", (
+            "an administrator can reset the mode: nvidia-smi -c 0"
+        )  # fmt: skip
     return "warn", f"{words}: only one process can use the GPU", (
         "give each worker its own GPU; an administrator can allow sharing: nvidia-smi -c 0"
     )  # fmt: skip
@@ -338,13 +343,14 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
     lost = [f"GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error")]
     if lost:
         return "fail", "; ".join(lost), (
-            "exclude this GPU (CUDA_VISIBLE_DEVICES), and ask an administrator to reset it or to "
-            "restart the machine"
+            "set CUDA_VISIBLE_DEVICES to the other GPUs, and ask an administrator to reset this "
+            "GPU or to restart the machine"
         )  # fmt: skip
     ecc = [f"GPU {g['index']}: {g['ecc']} errors" for g in gpus if g.get("ecc")]
     if ecc:
         return "fail", f"uncorrected memory errors: {'; '.join(ecc)}", (
-            "results may be wrong: exclude this GPU, and ask an administrator to reset it"
+            "results may be wrong: set CUDA_VISIBLE_DEVICES to the other GPUs, and ask an "
+            "administrator to reset this GPU"
         )  # fmt: skip
     if xid:
         return "warn", f"the system's log has Xid errors: {xid[-1][-160:]}", (
@@ -375,10 +381,12 @@ def visible(
     if left == len(gpus):
         return "ok", said, ""
     if not left:
-        return "warn", f"{said}: none of {len(gpus)} GPUs is visible", (
+        return "warn", f"{said}: Workbench cannot use any GPU", (
             "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that `nvidia-smi -L` lists"
+            if "CUDA_VISIBLE_DEVICES" in env
+            else "see the checks MIG, compute mode, health of the GPUs, administrator's limits"
         )  # fmt: skip
-    return "ok", f"{said}: {left} of {len(gpus)} GPUs are visible", ""
+    return "ok", f"{said}: GPUs of this machine: {len(gpus)}, usable devices: {left}", ""
 
 
 def iommu(
@@ -388,7 +396,7 @@ def iommu(
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
         return "ok", "none" if not on else "on; with one GPU nothing is copied between GPUs", ""
-    return "warn", "on, and this machine has several GPUs", (
+    return "warn", "on: copies between this machine's GPUs can be wrong", (
         "if the check of copies between GPUs fails, turn off ACS or the IOMMU, or "
         "export NCCL_P2P_DISABLE=1"
     )  # fmt: skip
@@ -558,14 +566,16 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
         )  # fmt: skip
     if ended.status:
         what = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
-        return whole("fail", f"crashed ({what}) after: {last}", _last_line(ended.tail) or log,
+        said = f"; last line of its log: {line}" if (line := _last_line(ended.tail)) else ""
+        return whole("fail", f"crashed ({what}); last finished check: {last}{said}", log,
                      ended.seconds)  # fmt: skip
     if ended.garbage:
         return whole("fail", "the stage wrote a line that is not a result", log, ended.seconds)
     if not ended.lines:
         return whole("unknown", "ended without a message", log, ended.seconds)
     bad = sum(line.status == "fail" for line in ended.lines)
-    found = f"{len(ended.lines) - bad} of {len(ended.lines)} checks passed"
+    passed = sum(line.status in ("ok", "warn") for line in ended.lines)
+    found = f"{passed} of {len(ended.lines)} checks passed"
     return whole("fail" if bad else "ok", f"{found}, {ended.seconds:.1f} s", "", ended.seconds)
 
 

@@ -280,7 +280,7 @@ def start(name: str) -> Host:
     try:
         return Host(name, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe))
     except FileNotFoundError:
-        raise HostError("ssh is not installed on this machine") from None
+        raise HostError("ssh is not installed on this machine; install openssh-client") from None
 
 
 def look(
@@ -315,15 +315,15 @@ def _begin(
     name: str, starting: Start, stack: contextlib.ExitStack, lines: list[Line]
 ) -> Host | None:
     what = f"{name or 'this machine'} answers"
-    began = time.perf_counter()
+    began, step = time.perf_counter(), ""
     try:
         host = starting(name)
+        step = f"run `ssh -o BatchMode=yes {name} python3 --version`" if name else ""
         stack.callback(host.close)
         host.boot()
         host.facts = host.ask("facts", CONNECT_S + ANSWER_S, packages=PACKAGES)
     except (HostError, ValueError) as error:
-        lines.append(Line(f"host.{name}.ssh", "fail", what, str(error),
-                          f"try: ssh -o BatchMode=yes {name} python3 --version"))  # fmt: skip
+        lines.append(Line(f"host.{name}.ssh", "fail", what, str(error), step))
         return None
     if name:
         took = time.perf_counter() - began
@@ -523,7 +523,7 @@ def _shared(here: Host, host: Host) -> tuple[Any, ...]:
         (folder / name).unlink(missing_ok=True)
     if seen == token:
         return "ok", f"the host has the same folder {folder}"
-    return "warn", f"on the host, {folder} is a different folder", (
+    return "warn", f"the host does not see this machine's files in {folder}", (
         f"checkpoints need one folder for all hosts: export {SHARED_VARIABLE}=/a/shared/folder"
     )  # fmt: skip
 
@@ -567,11 +567,14 @@ def _reach(a: Host, b: Host) -> Line:
         if "refused" in said or "route" in said:
             step = f"check the firewall and the route to {where}; open all ports between the hosts"
             if not b.name:
-                step = "set --listen and --ports, in this command and in %cluster start"
+                step = (
+                    f"set --listen to an address that {a.called} can reach, and --ports to ports "
+                    "that the firewall allows, in this command and in %cluster start"
+                )
         elif "timed out" in said or "no answer" in said:
             step = f"check the firewall (it may drop packets to {where}) and the MTU"
         else:
-            step = f"try: ping -M do -s 1472 {where}"
+            step = f"on {a.called}, run ping -M do -s 1472 {where}; if it fails, check the MTU"
         return Line(id, "fail", what, f"{where}: {said}", step)
     rate = MESSAGE_BYTES / max(1e-9, came["total_s"]) / 1e6
     figures = {"connect_ms": round(1e3 * came["connect_s"], 2), "mb_s": round(rate, 1)}

@@ -201,9 +201,12 @@ def shm(folder: Path = Path("/dev/shm")) -> Found:
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GB:.2f} of {usage.total / GB:.2f} GB are free"
     figures = {"free_bytes": usage.free, "total_bytes": usage.total}
-    step = "use docker run --shm-size=8g (Kubernetes: an emptyDir with `medium: Memory`)"
+    step = (
+        "in a container, use docker run --shm-size=8g (Kubernetes: an emptyDir with `medium: "
+        f"Memory`); otherwise delete files in {folder}"
+    )
     if not os.access(folder, os.W_OK):
-        return "fail", f"{folder} is not writable", step, figures
+        return "fail", f"{folder} is not writable", f"run chmod 1777 {folder} as root", figures
     if usage.free < SHM_BYTES:
         return "warn", f"{found}: DataLoader workers and NCCL need more", step, figures
     return "ok", found, "", figures
@@ -237,7 +240,8 @@ def tasks(most: int | None = None) -> Found:
         return (
             "warn",
             f"{most} at most",
-            "raise the limit (docker run --pids-limit -1): each engine has about 20 threads",
+            "each engine has about 20 threads; raise the limit with `ulimit -u`, or in a container "
+            "with docker run --pids-limit -1",
             {"most": most},
         )
     return "ok", f"{_count(most)} at most", "", {"most": most}
@@ -314,14 +318,15 @@ def fork() -> Found:
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=10, check=False
     )
     if done.returncode:
-        return "fail", f"fork failed: {done.stderr.strip()[-200:]}", "check the limit of processes"
+        step = "see the checks 'processes and threads' and 'memory'"
+        return "fail", f"fork failed: {done.stderr.strip()[-200:]}", step
     return "ok", "works"
 
 
 def temporary(folder: Path | None = None) -> Found:
     """Check whether the temporary folder can be used, and its path is short enough for sockets."""
     folder = folder or Path(tempfile.gettempdir())
-    step = "export TMPDIR=/tmp, or another folder with a short path and free space"
+    step = "export TMPDIR=/another/folder: one with a short path and free space"
     status, found, figures = _place(folder)
     if status == "ok" and len(str(folder)) + UNDER_TMP > SOCKET_PATH:
         return "fail", f"{folder}: this path is too long for sockets", step, figures
@@ -333,11 +338,12 @@ def runs() -> Found:
     from ..history import folders
 
     status, found, figures = _place(folders.runs_root())
+    step = "export WORKBENCH_HOME=/another/folder before you start JupyterLab"
+    if status == "warn":
+        step = f"delete files in this folder, or {step}"
     if status == "ok" and (moved := folders.moved()):
         status, found = "warn", moved
-    return status, found, "" if status == "ok" else (
-        "delete files in this folder, or export WORKBENCH_HOME=/another/folder"
-    ), figures  # fmt: skip
+    return status, found, "" if status == "ok" else step, figures
 
 
 def _place(folder: Path) -> tuple[Status, str, dict[str, Any]]:

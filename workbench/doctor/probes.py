@@ -148,7 +148,7 @@ def _matmul(child: Child, torch: Any, gpus: int) -> None:
         ]
         if wrong:
             child.say("fail", "gpu.matmul", what, "; ".join(wrong),
-                      "exclude this GPU with CUDA_VISIBLE_DEVICES")  # fmt: skip
+                      "set CUDA_VISIBLE_DEVICES to the other GPUs")  # fmt: skip
         else:
             child.say("ok", "gpu.matmul", what,
                       f"{gpus} of {gpus} GPUs give the same results as the CPU",
@@ -175,7 +175,7 @@ def _pinned(child: Child, torch: Any) -> None:
 def _copies(child: Child, torch: Any, gpus: int) -> None:
     what = "copies between GPUs"
     if gpus < 2:
-        child.say("unknown", "gpu.p2p", what, "needs 2 GPUs, but this machine has 1")
+        child.say("unknown", "gpu.p2p", what, "needs 2 GPUs, but Workbench can use 1")
         return
     with child.trying("gpu.p2p", what, "export NCCL_P2P_DISABLE=1"):
         wrong, direct, rates = [], 0, []
@@ -452,7 +452,7 @@ def tensorflow(child: Child) -> None:
         used = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
         good = off < 1.0 and used < 1 << 30  # TF32 can round products of 512 terms
         child.say("ok" if good else "warn", "gpu.tensorflow", what,
-                  f"{len(gpus)} GPUs, {used / 1e6:.0f} MB used, results differ by {off:.1e} from "
+                  f"GPUs: {len(gpus)}, {used / 1e6:.0f} MB used, results differ by {off:.1e} from "
                   "those of the CPU",
                   used_bytes=used)  # fmt: skip
 
@@ -491,7 +491,9 @@ def warm(child: Child) -> None:
         child.say("fail", "machine.warm", what, f"a forked process cannot compute: {answer}",
                   "find the module that uses the GPU during its import", **figures)  # fmt: skip
     elif opened:
-        child.say("warn", "machine.warm", what, f"importing torch opens {opened[0]}", **figures)
+        child.say("warn", "machine.warm", what,
+                  f"importing torch opens {opened[0]}, but a forked process can compute",
+                  "no action needed", **figures)  # fmt: skip
     else:
         child.say("ok", "machine.warm", what,
                   "importing torch uses no GPU, and a forked process can compute",

@@ -126,7 +126,8 @@ class Report:
         }
         counts = self.counts()
         said = ", ".join(f"{counts[s]} {words[s]}" for s in STATUSES if counts[s])
-        return f"{len(self.lines)} checks in {self.seconds:.0f} s: {said or 'none'}"
+        many = f"{len(self.lines)} check{'' if len(self.lines) == 1 else 's'}"
+        return f"{many} in {self.seconds:.0f} s: {said or 'none'}"
 
     def text(self) -> str:
         """Return it for a terminal, a line for each check and one for each next step."""

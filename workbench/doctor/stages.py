@@ -213,9 +213,11 @@ def group(child: Child) -> None:
         ]  # fmt: skip
         codes = [worker.wait() for worker in workers]
     said = log.read_text("utf-8", "replace")
-    what = f"all-reduce of {world} workers on {device}, 4 MB"
+    what = f"all-reduce of {world} worker{'s' if world > 1 else ''} on {device}, 4 MB"
     if any(codes):
-        child.say("fail", "group.all_reduce", what, f"exit statuses {codes}", said[-300:])
+        last = " ".join(said[-300:].split())
+        child.say("fail", "group.all_reduce", what, f"exit statuses {codes}: {last}",
+                  f"read {log.name} in the report's folder")  # fmt: skip
         return
     median_s = float(said.partition("MEDIAN_S ")[2].split()[0])
     child.say("ok", "group.all_reduce", what, f"correct sums, {1e3 * median_s:.2f} ms",

@@ -308,10 +308,10 @@ def _take_part(path: Path, job: About) -> bool:
     if (wanted := job.get("launch", {}).get("processes", where.world_size)) != where.world_size:
         raise PlanError(
             "The job needs a different number of processes.",
-            seen=f"{where.world_size} processes",
-            allowed=f"{wanted} processes: {_launch_words(job['launch'])}",
-            next_step=f"start the job with torchrun --standalone --nproc-per-node {wanted} "
-            f"{path.name}",
+            seen=f"processes: {where.world_size}",
+            allowed=f"processes: {wanted} ({_launch_words(job['launch'])})",
+            next_step="start as many processes as allowed; on one host, "
+            f"workbench run {path.parent} does so",
             code="WB-PLAN-196",
         )
     conductor = Conductor() if where.rank == 0 else None
@@ -455,7 +455,8 @@ def _is_there(folder: Path, token: str) -> bool:
 
 def _launch_words(launch: Mapping[str, Any]) -> str:
     servers = int(launch.get("servers", 0))
-    words = f"{launch.get('workers', 1)} workers"
+    workers = int(launch.get("workers", 1))
+    words = f"{workers} worker{'s' if workers > 1 else ''}"
     return f"{words} and {servers} server{'s' if servers > 1 else ''}" if servers else words
 
 

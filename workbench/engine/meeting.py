@@ -83,7 +83,7 @@ class Surroundings:
         except (KeyError, ValueError) as error:
             raise PlanError(
                 "RANK is set, but a variable of torchrun is missing or not valid.",
-                seen=str(error),
+                seen=f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
                 next_step="start the script with torchrun; for a single process, unset RANK",
                 code="WB-PLAN-190",
@@ -110,7 +110,7 @@ def _of_tensorflow(text: str) -> Surroundings:
             seen=f"{text[:200]} ({type(error).__name__}: {error})",
             allowed='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", '
             '"index": 0}}',
-            next_step="unset TF_CONFIG to run in one process",
+            next_step="correct TF_CONFIG, or unset it to train in one process",
             code="WB-PLAN-191",
         ) from None
     return Surroundings(rank, len(addresses), addresses=addresses)

@@ -184,8 +184,8 @@ class RunExecution:
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
         if names := sorted({name for one in missing.values() for name in one}):
             self.run.note(
-                "The new engines received the variables and functions of earlier cells, except "
-                f"{', '.join(names)}, which cannot be copied."
+                f"The new engines did not receive {', '.join(names)}, because this is too large or "
+                "cannot be copied. If the run fails with a NameError, define it in the run's cell."
             )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
@@ -217,10 +217,9 @@ class RunExecution:
         if pool.lease(wanted, plan).backend != self.leases.backend:
             raise RunError(
                 "There is no GPU for another worker, and the run's workers cannot share a GPU.",
-                seen=f"{wanted} workers",
-                allowed=f"the {len(run.members)} workers that the run has",
-                next_step="run %cluster free in another notebook that uses GPUs, or %cluster "
-                "start --devices cpu",
+                seen=f"{wanted} workers wanted; the run has {len(run.members)}",
+                next_step="run %cluster free in another notebook that uses GPUs; or stop the run, "
+                "and use CPUs in the next run: %cluster start --devices cpu",
                 code="WB-RUN-144",
             )
         free = [one for one in pool.worker_ids if one not in run.members][:count]
@@ -557,11 +556,11 @@ class Recoverer:
         if own:
             return own
         if self._launch.plan.on_failure == "heal" and self._launch.run.history.totals.steps:
+            more = " and a smaller --checkpoint-every" if self._launch.plan.checkpoint else ""
             raise RunError(
-                "All workers with the trained weights have died, and there is no checkpoint.",
-                allowed="at least one surviving worker, or --checkpoint DIR",
-                next_step="run the cell again with --checkpoint DIR, so that the run can continue "
-                "from a checkpoint",
+                "The trained weights are lost: no surviving worker could save them, and there is "
+                "no checkpoint from which the run can continue.",
+                next_step=f"run the cell again with --checkpoint DIR{more}",
                 code="WB-RUN-138",
             )
         if not self._origin:

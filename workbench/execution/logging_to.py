@@ -43,7 +43,10 @@ def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
     for log in logs:
         while not log.wait(0.1):
             if time.monotonic() > end:
-                note(f"The run ended {LINGER_S:g} s ago, but its --log is not yet complete.")
+                note(
+                    f"The run ended {LINGER_S:g} s ago, but its --log is not yet complete. "
+                    "Workbench continues to write it until the kernel ends."
+                )
                 return
 
 

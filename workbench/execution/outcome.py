@@ -271,11 +271,13 @@ class CellEnd:
     def _elsewhere(self, outcome: CellOutcome) -> str | None:
         """Return the advice for a name that is missing on one rank but not on another."""
         missed = outcome.ename == "NameError"
-        if not missed or all(one.status != "ok" for one in self.outcomes.values()):
+        there = next((i for i, one in self.outcomes.items() if one.status == "ok"), None)
+        if not missed or there is None:
             return None
         return (
-            "run the cell with %%rank 0, or define the name in a %%distributed cell. Some "
-            "strategies run a cell on one engine only, so the other engines may not have the name"
+            "define the name in a %%distributed cell without a strategy, because some strategies "
+            "run a cell on one engine only; or run this cell only on an engine that has the name: "
+            f"%%rank {there}"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -445,14 +447,23 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
     backwards, updates = max(one.backwards for one in loops), max(one.updates for one in loops)
     seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
     if updates:
+        missing = "the loop called optimizer.step(), but not loss.backward()"
+        fix = "call loss.backward() before optimizer.step()"
+        if backwards and by == "wb.watch":
+            missing = "the loop uses another model, optimizer or loader than wb.watch received"
+            fix = "call wb.watch(model, optimizer, loader) with the objects that the loop uses"
+        elif backwards:
+            missing = "the loop uses another model, optimizer or loader than wb.prepare returned"
+            fix = (
+                "write model, optimizer, loader = wb.prepare(model, optimizer, loader), use this "
+                "model and this optimizer in the loop, and iterate over this loader"
+            )
         return RunError(
-            "No step of the loop was recorded: before optimizer.step(), the loop read no batch "
-            "from the prepared loader, or did not call loss.backward().",
+            f"No step of the loop was recorded: {missing}.",
             seen=seen,
-            allowed="in each step: a batch from the loader that wb.prepare returned, then "
-            "loss.backward(), then optimizer.step()",
-            next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
-            "iterate over the loader that wb.prepare returned",
+            allowed=f"in each step: a batch from the loader of {by}, then loss.backward(), then "
+            "optimizer.step()",
+            next_step=fix,
             code="WB-RUN-095",
         )
     return RunError(
@@ -460,7 +471,8 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
         "called optimizer.step().",
         seen=seen,
         allowed="optimizer.step() after each backward(); changing parameters by hand is not a step",
-        next_step="use torch.optim.SGD(model.parameters(), lr) instead of p.data.add_(...)",
+        next_step="call optimizer.step() in each step; if the loop changes parameters by hand "
+        "(p.data.add_(...)), use torch.optim.SGD(model.parameters(), lr) instead",
         code="WB-RUN-096",
     )
 
@@ -482,9 +494,10 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
+    rest = "; the other runs have finished" if len(refused) < len(runs) else ""
     if not all(run.error is not None and is_refusal(run.error) for run in refused):
         return RunError(
-            f"{len(refused)} of {len(runs)} runs failed; the other runs have finished.",
+            f"{len(refused)} of {len(runs)} runs failed{rest}.",
             seen="; ".join(
                 f"{run.name}: {str(run.error).partition(chr(10))[0]}" for run in refused
             ),
@@ -493,8 +506,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(
-        f"In {len(refused)} of {len(runs)} runs, the strategy cannot train this cell's model; the "
-        "other runs have finished.",
+        f"In {len(refused)} of {len(runs)} runs, the strategy cannot train this cell's model"
+        f"{rest}.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
         next_step=f"remove {'this strategy' if len(reasons) == 1 else 'these strategies'}, or "
         "change the cell",

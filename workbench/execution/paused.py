@@ -148,7 +148,7 @@ class Paused:
             if stop is None:
                 raise RunError(
                     f"Rank {engine} is not paused.",
-                    allowed=self.names() or "no rank is paused",
+                    seen=f"{self.names()} paused" if self._stops else "no rank is paused",
                     code="WB-RUN-073",
                 )
             self._answers.pop(engine, None)
@@ -157,6 +157,7 @@ class Paused:
             if not self._until(lambda: engine in self._answers or engine in self._left, timeout_s):
                 raise RunError(
                     f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.",
+                    next_step="%cluster stacks shows where the rank is in the code",
                     code="WB-RUN-074",
                 )
             if engine in self._answers:
@@ -221,7 +222,8 @@ class Paused:
 
     def names(self) -> str:
         """Return the names of the paused ranks, as `ranks 0-2`."""
-        return f"ranks {ranges(sorted(self._stops))}" if self._stops else ""
+        many = "s" if len(self._stops) > 1 else ""
+        return f"rank{many} {ranges(sorted(self._stops))}" if self._stops else ""
 
 
 _all: weakref.WeakSet[Paused] = weakref.WeakSet()
@@ -338,7 +340,7 @@ class Prompt:
         if not others:
             patience = _spell(stop.patience_s)
             write_out(
-                f"(a rank that waits for rank {stop.engine} in a collective waits at most "
+                f"(a rank that waits in a collective for rank {stop.engine} fails after "
                 f"{patience})\n"
             )
 

@@ -217,8 +217,11 @@ def weights_folder(name: str) -> str:
     if not any(run.folder.glob("weights*.npz")):
         raise PlanError(
             f"Run {name} has no final weights to start from.",
-            seen=run.state,
-            allowed="a run that finished or was stopped",
+            seen=f"the run is {run.state}",
+            allowed="a run that saved its weights when it finished or was stopped",
+            next_step="use another run"
+            if run.is_over
+            else f"wait for the end of the run: wb.runs[{name!r}].wait()",
             code="WB-PLAN-116",
         )
     return str(run.folder)

@@ -546,12 +546,16 @@ class FarFiles:
                 )
                 told["resume_name"] = run.resume_from
         except (ClusterError, OSError) as error:
+            step = (
+                f"if the disk is full, free some space in {host.facts.folder} on {host.name}, or "
+                "choose another folder: %cluster start --setup 'export TMPDIR=...'. Workbench does "
+                "not send files that are on a shared disk"
+            )
             raise RunError(
                 f"The run's initial weights or checkpoint could not be sent to {host.name}.",
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
-                next_step=f"free some disk space in {host.facts.folder} on {host.name}, or choose "
-                "another folder: %cluster start --setup 'export TMPDIR=...'. Workbench does not "
-                "send files that are on a shared disk",
+                # Without a ClusterError, the notebook itself cannot read the files.
+                next_step=(error.next_step or step) if isinstance(error, ClusterError) else None,
                 code="WB-RUN-100",
             ) from error
         return told

@@ -241,7 +241,7 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} is gone, and the other workers continue: {outcome.evalue}"
+            text = f"{name} is gone: {outcome.evalue.rstrip('.')}. The other workers continue."
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()

@@ -267,7 +267,7 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     if envelope.name == "ssh" and len(resources.hosts) != resources.nodes:
         raise PlanError(
             "The number of hosts must equal the number of nodes.",
-            seen=f"nodes={resources.nodes}, {len(resources.hosts)} hosts",
+            seen=f"nodes={resources.nodes}, number of hosts: {len(resources.hosts)}",
             next_step=f"use nodes={len(resources.hosts)}, or name one host for each node",
             code="WB-PLAN-226",
         )
@@ -285,9 +285,9 @@ def _check_numbers(resources: Resources) -> None:
         fits = whole and least.get(one.name, 0) <= number <= most
         if isinstance(number, bool) or not fits:
             raise PlanError(
-                f"The value of `{one.name}` is out of range.",
-                seen=number,
-                allowed=f"{least.get(one.name, 0)} "
+                f"The value of `{one.name}` is not valid.",
+                seen=repr(number),
+                allowed=f"{'a whole number, ' * (kind is int)}{least.get(one.name, 0)} "
                 + (f"to {most}" if one.name == "port" else "or more"),
                 code="WB-PLAN-227",
             )
@@ -329,14 +329,14 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
     each = resources.workers_per_node or job.processes // resources.nodes
     if each * resources.nodes != job.processes:
         fit = [n for n in range(1, job.processes + 1) if job.processes % n == 0]
-        servers = f" ({job.servers} of them are servers)" if job.servers else ""
+        servers = f" (servers: {job.servers})" if job.servers else ""
         per_node = f", workers_per_node={resources.workers_per_node}"
         raise PlanError(
-            f"{job.processes} processes{servers} cannot be divided equally among the nodes.",
+            f"The nodes must share the job's {job.processes} processes{servers} equally.",
             seen=f"nodes={resources.nodes}" + (per_node if resources.workers_per_node else ""),
-            allowed="nodes: " + ", ".join(map(str, fit[:12])),
-            next_step="choose nodes and workers_per_node so that their product is "
-            f"{job.processes}, or give the plan another number of workers",
+            allowed="nodes x workers_per_node: "
+            + ", ".join(f"{n} x {job.processes // n}" for n in fit[:12]),
+            next_step="use one of these pairs, or give the plan another number of workers",
             code="WB-PLAN-231",
         )
 
@@ -618,7 +618,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'; "
-            "or build an image that contains Workbench and use image=..., installed=True",
+            "or, if the .whl file is the largest, use an image with Workbench and installed=True",
             code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]

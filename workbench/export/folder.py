@@ -312,12 +312,12 @@ def _portable_target(target: str) -> str:
     if bad or (where.startswith("/") and kind == "mlflow"):
         shown = where.partition("://")[0] + "://***" if "://" in where else "***"
         raise PlanError(
-            "The log target contains a user name, a secret, or a path of this machine, so it "
-            "cannot be written to the job folder.",
+            "The log target may contain a secret or a path of this machine, so it is not written "
+            "to the job folder.",
             seen=f"--log {kind}:{shown}",
             allowed="an address (not a local path) without user name, password or query (`?...`)",
-            next_step="where the job runs, set the environment variables MLFLOW_TRACKING_USERNAME "
-            "and MLFLOW_TRACKING_PASSWORD",
+            next_step="use --log mlflow: without a URI, and set the environment variable "
+            "MLFLOW_TRACKING_URI where the job runs",
             code="WB-PLAN-213",
         )
     return target
@@ -342,10 +342,9 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
             )
         if place.split("/")[0] in _OURS or place in found or place.endswith(".whl"):
             raise PlanError(
-                "A file for the job has the same name as another file, or a name that the job "
-                "folder itself uses.",
+                f"{'Another file' if place in found else 'The job folder'} already uses this name.",
                 seen=place,
-                allowed=f"all names except {', '.join(_OURS)}",
+                allowed=f"a different name for each file, but not *.whl, {', '.join(_OURS)}",
                 next_step="rename the file, and change its name in the cell",
                 code="WB-PLAN-211",
             )
@@ -488,7 +487,8 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
     title = "".join(c if c.isprintable() else " " for c in about["name"])
     lines = [f"# {title}", "", "Workbench made this training job from a cell of a notebook.", ""]
     lines += [f"- strategy: {plan.strategy} ({plan.entry.term}), {plan.framework}"]
-    lines += [f"- {launch['workers']} workers, {launch['servers']} servers: {processes} processes"]
+    shares = f"workers: {launch['workers']}, servers: {launch['servers']}"
+    lines += [f"- {shares}; processes: {processes}"]
     lines += [f"- seed {about['seed']}, Python {about['pins']['python']}", ""]
     lines += ["## Install", "", "    pip install -r requirements.txt", ""]
     if wheel:

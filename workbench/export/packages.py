@@ -178,8 +178,8 @@ def packed_files(folder: Path) -> bytes:
             "The files that the cell reads are too large for ConfigMaps, which bring them to the "
             "pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
-            allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB uncompressed; the compressed files "
-            "have a lower limit",
+            allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB before compression; for the "
+            "compressed files, the limit is smaller",
             next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'",
             code="WB-PLAN-262",
         )

@@ -278,12 +278,11 @@ def check_calls(envelope: Envelope, script: str) -> None:
         wrong = [one for one in given if parameters is not None and one not in parameters]
         if parameters is None or wrong or len(node.args) + len(given) > len(parameters):
             raise PlanError(
-                f"The library of `{envelope.name}` does not have this function, or the function "
-                "does not take these arguments.",
-                seen=f"{called}({', '.join(wrong or given)})",
-                allowed="no function with this name"
+                f"The library of `{envelope.name}` does not have this function."
                 if parameters is None
-                else ", ".join(parameters),
+                else f"This function of `{envelope.name}` does not take these arguments.",
+                seen=f"{called}({', '.join(wrong or given)})",
+                allowed=", ".join(parameters) if parameters else None,
                 next_step="report this message to the authors of Workbench, because the files "
                 f"for the platform `{envelope.name}` are wrong",
                 code="WB-PLAN-236",

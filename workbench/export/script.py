@@ -138,7 +138,7 @@ def plain_py(plan: Plan) -> str:
     _check_collisions(cell, script)
     read = {node.id for node in ast.walk(cell.tree) if isinstance(node, ast.Name)}
     if lost := sorted(read & ENGINE_NAMES - bound_on_top(ast.parse(script))):
-        raise _refused(", ".join(lost), "remove this name from the cell")
+        raise _refused(f"{', '.join(lost)}: the script does not define this", _REMOVE)
     return script
 
 
@@ -213,28 +213,29 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     source, entry = plan.recipe.cell, plan.entry
     way = use_of(source).way
     if plan.strategy not in _PLAIN[plan.framework]:
-        raise _refused(f"strategy {plan.strategy}", "remove --plain")
+        raise _refused(f"strategy {plan.strategy}", "use one of these strategies", _PLAIN_ABLE)
     if "import workbench" in used:
         raise _refused("import workbench in the cell", "remove the import: wb is already defined")
     known = _MEMBERS | {f"data.{name}" for name in (*_DATA, "VOCABULARY")}
     if strange := sorted(used - known):
-        raise _refused(
-            ", ".join(f"wb.{name}".rstrip(".") for name in strange),
-            "remove this name from the cell",
-        )
+        names = ", ".join(f"wb.{name}".rstrip(".") for name in strange)
+        raise _refused(f"{names}: the script does not define this", _REMOVE)
     if plan.framework == "tensorflow" and way in ("fit", "prepare"):
-        raise _refused("wb.fit in a TensorFlow cell", "train with model.fit(...)")
+        used_way = f"wb.{way} in a TensorFlow cell"
+        raise _refused(used_way, "train with model.fit(...)", _PLAIN_ABLE)
     if way is not None and way not in entry.ways:
-        raise _refused(f"{WORDS[way]} under {plan.strategy}", "use wb.fit")
+        raise _refused(f"{WORDS[way]} under {plan.strategy}", "use wb.fit", _PLAIN_ABLE)
     if plan.strategy == "multi_worker_mirrored" and way == "keras":
         raise _refused(
             "model.fit with strategy multi_worker_mirrored, which needs Workbench's changes to "
             "Keras 3",
-            "write your own loop with strategy.run, or remove --plain",
+            "write your own loop with strategy.run",
+            _PLAIN_ABLE,
         )
     features = set(use_of(source).features) & _LEFT_OUT
     if features:
-        raise _refused(f"wb.fit(..., {', '.join(sorted(features))}=...)", "remove this argument")
+        arguments = ", ".join(f"{name}=..." for name in sorted(features))
+        raise _refused(f"wb.fit(..., {arguments})", "remove this from the call")
     odd = {"compress": "none", "sync_batchnorm": False, "cross_device_ops": "auto"}
     for name, usual in odd.items():
         if plan.options.get(name, usual) != usual:
@@ -242,13 +243,14 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     lost = set(plan.overrides) - {"seed"}
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
-        raise _refused(flags, "write the value of this flag in the cell")
+        step = "write the value in the cell, and remove the flag"
+        raise _refused(f"{flags}: only wb.fit reads this in the script", step)
     for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
             flag = {"faults": "--inject", "values": "--set"}.get(
                 name, "--" + name.replace("_", "-")
             )
-            raise _refused(flag, "remove the option, or remove --plain")
+            raise _refused(flag, "remove the option")
     if plan.framework != (framework_of(source) or plan.framework):
         raise _refused(
             "a cell that does not use the framework of the job",
@@ -256,12 +258,15 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
         )
 
 
-def _refused(seen: str, next_step: str) -> PlanError:
+_REMOVE = "remove this name from the cell"
+
+
+def _refused(seen: str, next_step: str, allowed: str | None = None) -> PlanError:
     return PlanError(
         "A script without Workbench would not train in exactly the same way.",
         seen=seen,
-        allowed=_PLAIN_ABLE,
-        next_step=f"{next_step}; without --plain, every strategy can be exported",
+        allowed=allowed,
+        next_step=f"{next_step}; or export without --plain: the script then uses Workbench",
         code="WB-PLAN-207",
     )
 

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from ..errors import RunError, WorkbenchError
 from ..shared import checkpoints, cluster_env
-from ..shared.events import Event, Noted, Topic
+from ..shared.events import OVER, Event, Noted, Topic
 from ..shared.messages import Happened, Position, Records
 from ..shared.record import RECORD
 
@@ -47,6 +47,7 @@ META = "run.json"
 ROW_BYTES = "record_bytes"  # in run.json: identifies rows of another version
 FILES = "files"  # in run.json: state of the other files when the run ended or was saved
 PROFILES = "profiles"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 IDLE_S = 5.0
 MOST_WAITING_BYTES = 256 << 20
 _EVENT_BYTES = 500  # about what one takes
@@ -204,10 +205,12 @@ def unwritten(
     errors.
     """
     reason = reason_of(error)
+    free = "free some disk space, or " * (getattr(error, "errno", 0) in _FULL)
+    to = "use a job folder" if Path(run_dir).name.isdecimal() else "set WORKBENCH_HOME to a folder"
     text = (
         f"Part of this run could not be written to disk: {reason} ({run_dir}). The run continues, "
-        "and its history is kept in memory, but its final weights may be missing. Free some disk "
-        "space, or set WORKBENCH_HOME to another folder for later runs."
+        "and its history is kept in memory, but its final weights may be missing. For later runs, "
+        f"{free}{to} on another disk."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
 
@@ -247,13 +250,14 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         if any(folder.glob("records-rank*.bin")) or any(folder.glob("events-rank*.jsonl")):
             return {}
         raise RunError(
-            "The folder contains no saved run.",
+            "The folder contains no saved run." if folder.is_dir() else "There is no such folder.",
             seen=str(folder),
             allowed=f"a folder with {META}, for example a folder that run.save(path) wrote",
             code="WB-RUN-036",
         ) from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{META} cannot be read.", seen=str(folder), code="WB-RUN-037") from error
+        what = f"{META} cannot be read: {reason_of(error)}."
+        raise RunError(what, seen=str(folder), code="WB-RUN-037") from error
     if not isinstance(meta, dict):
         raise RunError(f"{META} does not describe a run.", seen=str(folder), code="WB-RUN-038")
     return meta
@@ -305,12 +309,12 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
         what = f"{type(error).__name__}: {error}"
     plain = path.with_suffix(".pt")
     raise RunError(
-        "The file with the run's weights is damaged.",
+        "The file with the run's weights is missing or damaged.",
         seen=f"{path}: {what}",
         allowed="the unchanged file that the run wrote",
-        next_step=f"torch.load({str(plain)!r}, weights_only=True) loads the same weights"
+        next_step=f"load the same weights: torch.load({str(plain)!r}, weights_only=True)"
         if plain.is_file() and plain.stat().st_size
-        else "restore the folder from a copy, or train again: run.to_cell() gives the cell",
+        else "if you have a copy of the folder, use it; if not, train again: run.to_cell()",
         code="WB-RUN-040",
     )
 
@@ -382,7 +386,7 @@ def save(
             f"The run cannot be saved to this path: {reason_of(error)}.",
             seen=str(goal),
             allowed="a folder that this user may write to, on a disk with free space",
-            next_step="free some disk space, or use another folder",
+            next_step=f"{'free some disk space, or ' * (error.errno in _FULL)}use another folder",
             code="WB-RUN-042",
         ) from error
     return goal
@@ -593,15 +597,21 @@ def final_weights(
         raise RunError(
             f"Run {name} has no weights, because they could not be written to disk.",
             seen=why,
-            next_step="free some disk space, and train again",
+            next_step="if the disk is full, free some space; if not, use another folder for the "
+            "runs (WORKBENCH_HOME, or another job folder); then train again",
             code="WB-RUN-086",
         )
     if not files:
         whose = "" if rank is None else f" of rank {rank}"
+        step = "wait until the run has ended"
+        if state in OVER:
+            others = rank is not None and weights_files(folder, files_of)
+            step = "call run.weights() without a rank" if others else "train again: run.to_cell()"
         raise RunError(
             f"Run {name} has no weights{whose}.",
             seen=state,
             allowed="a run that used wb.fit or wb.prepare, and that finished or was stopped",
+            next_step=step,
             code="WB-RUN-087",
         )
     found: dict[str, NDArray[np.generic]] = {}

@@ -483,7 +483,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             raise RunError(
                 "The recorded steps of this run were on disk and have been deleted.",
                 seen=str(self._rests_in),
-                next_step="for later runs, run.save(path) keeps a copy in another folder",
+                next_step="Workbench deletes old runs: to keep a later run, use run.save(path)",
                 code="WB-RUN-045",
             )
         try:
@@ -563,7 +563,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 self.story.fold(
                     Noted(
                         text=f"wb.log cannot use the name `{name}`, because the history already "
-                        "has a column with this name"
+                        "has a column with this name: use another name"
                     ),
                     t_s,
                 )
@@ -609,7 +609,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
             "The run was saved by another version of Workbench, in another format.",
             seen=f"records with rows of {row_bytes or 'unknown'} bytes",
             allowed=f"records with rows of {RECORD.itemsize} bytes",
-            next_step="load the run with the version of Workbench that saved it",
+            next_step="load the run with that version (for a job, its wheel is in the job folder)",
             code="WB-RUN-039",
         )
     ranks = meta.get("ranks") or range(1 + max(disk.ranks_on_disk(folder), default=0))

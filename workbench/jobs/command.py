@@ -72,7 +72,7 @@ def add_job_commands(commands: Any) -> None:
         commands, "jobs", "list the jobs that you submitted; cancel a job, or show its output"
     )
     jobs.add_argument(
-        "words", nargs="*", metavar="[cancel|logs] NAME", help="without a name: list all jobs"
+        "words", nargs="*", metavar="[cancel|logs] NAME", help="without arguments: list all jobs"
     )
     jobs.add_argument(
         "--last", type=int, default=200, metavar="N", help="number of log lines (default 200)"
@@ -81,7 +81,8 @@ def add_job_commands(commands: Any) -> None:
         commands, "follow", "show the progress of a run on another machine, until the run ends"
     )
     follow.add_argument("place", nargs="+", metavar="PLACE",
-        help="a folder, ssh://host/dir, or a command that prints the job's output")  # fmt: skip
+        help="a folder, the name of a submitted job, ssh://host/dir, or a command that prints "
+             "the job's output")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
         help="how long to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
@@ -200,7 +201,7 @@ def order_of(words: Sequence[str]) -> Order:
         "This is not an order for a run." if words else "No order for the run is given.",
         seen=" ".join(words) or None,
         allowed="stop, preempt, pause, resume, step [N], inject [FAULT ...]",
-        next_step="workbench control PLACE stop",
+        next_step="write one of these orders, for example: workbench control PLACE pause",
         code="WB-PLAN-252",
     )
 
@@ -238,7 +239,7 @@ def _control(given: argparse.Namespace) -> int:
         print_json({"sent": asdict(order), "run": run.name})
     else:
         words = " ".join(given.order)
-        say(f"{run.name}: `{words}` was sent and takes effect at the end of a step")
+        say(f"{run.name}: `{words}` was sent; the run carries out orders between two steps")
     return WELL
 
 
@@ -286,7 +287,7 @@ def _jobs(given: argparse.Namespace) -> int:
         raise PlanError(
             f"`workbench jobs {verb}` needs the name of a job.",
             allowed=", ".join(jobs) or "none: there is no job",
-            next_step=f"workbench jobs {verb} NAME",
+            next_step=f"workbench jobs {verb} NAME" if jobs else None,
             code="WB-PLAN-260",
         )
     chosen = [jobs[name] for name in words]

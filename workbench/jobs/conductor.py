@@ -432,9 +432,7 @@ class Conductor:
         if self.task.first_failed is not None:
             return  # torchrun ends the others after one has failed
         self.run.job["preempted"] = True
-        self.run.note(
-            f"The platform asked the job to end ({why}). The job stops after the current step."
-        )
+        self.run.note(f"The job was asked to end ({why}). It stops after the current step.")
         self.run.stop()
 
     def _settled(self, task: Task) -> None:
@@ -450,7 +448,10 @@ class Conductor:
         if error is None and "script" not in self._job:
             error = outcome_error(run, task.outcomes)
         elif error is None and not any(one.trained for one in task.outcomes.values()):
-            run.note("Nothing was recorded: Workbench found no training that it can record.")
+            run.note(
+                "Nothing was recorded: Workbench saw no training by wb.fit or wb.prepare, and no "
+                "backward pass that a step of a PyTorch optimizer followed."
+            )
         for text in outcome_notes(task.outcomes):
             run.note(text)
         run.finish(error)
@@ -503,9 +504,8 @@ class Conductor:
         """Whether rank 0 ended well and its process ran on this host."""
         first = self.task.outcomes.get(0)
         left = self.task.unfinished()
-        return first is not None and first.is_well and all(
-            self.engines.engines[engine].is_here for engine in left
-        )  # fmt: skip
+        here = all(self.engines.engines[engine].is_here for engine in left)
+        return first is not None and first.is_well and here
 
     def _gone_for_good(self, now: float) -> list[int]:
         """Return the ended processes whose last message would have arrived by now."""
@@ -539,7 +539,7 @@ class Conductor:
                 case "stop":
                     run.stop()
                 case "preempt":
-                    self._preempt("an order")
+                    self._preempt("order `preempt`")
                 case "pause":
                     run.pause()
                 case "resume":

@@ -64,7 +64,7 @@ class Order:
         if wrong := _wrong(self):
             raise PlanError(
                 f"This order cannot be given to a run: {wrong}.",
-                seen=str(self.do)[:80],
+                seen=f"{self.do} (steps={self.steps!r}, faults={self.faults!r})"[:200],
                 allowed=f"{', '.join(get_args(Does))}; `steps` from 1 to {MOST_STEPS}; "
                 "`faults` only with `inject`",
                 code="WB-PLAN-237",
@@ -165,11 +165,15 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
     except OSError as error:
         if path.is_symlink():
             raise _unsafe(path, "its file is a symbolic link") from None
+        missing = isinstance(error, FileNotFoundError)
         raise RunError(
-            "You cannot control this run, because your user cannot read the run's secret key "
-            f"({error.strerror}).",
+            "You cannot control this run, because the run's secret key "
+            + ("does not exist." if missing else f"cannot be read ({error.strerror})."),
             seen=str(path),
-            next_step="repeat the command as the user who started the job, after the job has begun",
+            next_step="wait until the job has begun; a run of a notebook can be controlled only in "
+            "this notebook"
+            if missing
+            else _AS_OWNER,
             code="WB-RUN-108",
         ) from error
     try:
@@ -177,7 +181,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         if not stat.S_ISREG(about.st_mode):
             raise _unsafe(path, "its file is not a regular file")
         if about.st_uid != os.getuid():
-            raise _unsafe(path, "its file belongs to another user")
+            raise _unsafe(path, "its file belongs to another user", _AS_OWNER)
         if about.st_mode & 0o077:
             raise _unsafe(path, "other users can read or write its file")
         text = os.read(handle, 4 * KEY_BYTES)
@@ -197,12 +201,16 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
     return key
 
 
-def _unsafe(path: Path, why: str) -> RunError:
+_AS_OWNER = "repeat the command as the user who started the job"
+_MODES = "keep job folders on a file system that stores the owner and mode of each file"
+
+
+def _unsafe(path: Path, why: str, next_step: str = _MODES) -> RunError:
     return RunError(
         f"The run's secret key is not safe, so Workbench does not use it: {why}.",
         seen=str(path),
         allowed="a file of this user that no other user can read or write (mode 0600)",
-        next_step="keep job folders on a file system that stores the owner and mode of each file",
+        next_step=next_step,
         code="WB-RUN-109",
     )
 
@@ -220,8 +228,9 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
         raise RunError(
             f"The order cannot be written into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
-            next_step="repeat the command as the user who started the job; if the disk is full, "
-            "delete some files",
+            next_step=_AS_OWNER
+            if isinstance(error, PermissionError)
+            else "if the disk is full, delete some files; make sure that the folder still exists",
             code="WB-RUN-111",
         ) from error
 

@@ -80,7 +80,7 @@ class FollowedJob(Run):
         self._reading = threading.Lock()
         self._heard_at = self._asked_at = time.monotonic()
         self._ended_at: float | None = None
-        self._why = ""
+        self._why = self._why_next = ""
         self.banner = ""
         self.heard = 0
         self._meta_text = ""
@@ -117,7 +117,8 @@ class FollowedJob(Run):
                 self._look()
             except Exception as error:  # the file can be complete the next time
                 log.exception("Following run %r", self.name)
-                self.banner = f"The run cannot be read: {type(error).__name__}: {error}"
+                words = f"{type(error).__name__}: {error}"
+                self.banner = f"The run cannot be read, so Workbench tries again: {words}"
         self.place.close()
 
     def _look(self) -> None:
@@ -175,18 +176,17 @@ class FollowedJob(Run):
             self._heard_at = now
         if not self._why and now - self._asked_at >= ASK_S:
             self._asked_at = now
-            self._why = (
-                self._gone()
-                or self._keeper_died()
-                or (
-                    (self.place.problem or "no more data arrives from the run")
-                    if self.place.over
-                    else ""
-                )
-            )
+            self._why, self._why_next = "", ""
+            if ended := self._gone() or self._keeper_died():
+                self._why = f"The job ended without a final message: {ended}"
+                self._why_next = "look for the reason in the job's output or in the platform's log"
+            elif self.place.over:
+                why = self.place.problem or "no more data arrives"
+                self._why = f"Workbench can no longer follow this run: {why}"
+                self._why_next = "the job may still run: look for it, and follow it again"
             self._ended_at = now if self._why else None
         if self._ended_at is not None and now - max(self._ended_at, self._heard_at) > GONE_S:
-            self._end("failed", f"The job ended without a final message: {self._why}")
+            self._end("failed", self._why, self._why_next)
             return
         silent_s = now - self._heard_at
         self.banner = self.place.problem or (
@@ -217,11 +217,12 @@ class FollowedJob(Run):
                 return "the process that wrote the job's records has ended"
         return ""
 
-    def _end(self, state: str, error: object) -> None:
+    def _end(self, state: str, error: object, next_step: str | None = None) -> None:
         if self.is_over:
             return
         self.banner = ""
-        self.error = RunError(str(error), code="WB-RUN-102") if error else None
+        told = RunError(str(error), code="WB-RUN-102", next_step=next_step)
+        self.error = told if error else None
         self._state = state  # type: ignore[assignment]
         self._halting.close()
         self.history.finish()
@@ -375,19 +376,26 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
             asked_at, why = now, gone()
         if why or place.over:
             raise RunError(
-                "The job ended before its run began.",
+                "The job ended before its run began."
+                if why
+                else "No run was found, and this place sends no more data.",
                 seen=why or place.problem or place.where,
-                next_step="look at the job's output with job.logs(), or in the platform's own log",
+                next_step="look at the job's output (after wb.submit: job.logs()), or in the "
+                "platform's own log"
+                if why
+                else "check the place; look at the job's output",
                 code="WB-RUN-103",
             )
         if wait_s is not None and now - began > wait_s:
             raise RunError(
-                "The run has not begun.",
+                "No run was found here." if place.problem else "The run has not begun.",
                 seen=f"{place.where}, for {wait_s:g} s"
                 + (f": {place.problem}" if place.problem else ""),
                 allowed="a job that has started, or a run's folder",
-                next_step="if the job is queued, wait without a time limit: wb.follow(place, "
-                "wait_s=None)",
+                next_step="solve this problem, then follow the run again"
+                if place.problem
+                else "if the job is queued, wait without a time limit: wb.follow(place, "
+                "wait_s=None), or `workbench follow --wait inf PLACE`",
                 code="WB-RUN-104",
             )
         time.sleep(LOOK_S)
@@ -396,8 +404,8 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
 def _check(meta: Mapping[str, Any], place: Place) -> None:
     from ..shared.record import RECORD
 
-    seen = ""
-    if meta.get(disk.ROW_BYTES) != RECORD.itemsize:
+    seen, other = "", meta.get(disk.ROW_BYTES) != RECORD.itemsize
+    if other:
         seen = f"records with rows of {meta.get(disk.ROW_BYTES)} bytes"
     try:
         Plan.from_wire(meta["plan"])
@@ -408,8 +416,8 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
         raise RunError(
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
-            allowed=f"records with rows of {RECORD.itemsize} bytes",
+            allowed=f"records with rows of {RECORD.itemsize} bytes" if other else None,
             next_step="install the wheel that is in the job's folder (this is the job's version of "
-            "Workbench), then follow the job again",
+            "Workbench), then follow the job again; if that does not help, run.json is damaged",
             code="WB-RUN-105",
         )

@@ -175,7 +175,9 @@ def _checked(given: argparse.Namespace) -> Path:
             else "This folder is not a job folder.",
             seen=given.what,
             allowed="a Python file, or a folder that run.to_job(DIR) has written",
-            next_step="workbench run train.py",
+            next_step="give a Python file of this folder"
+            if is_folder
+            else f"check the path; the current folder is {Path.cwd()}",
             code="WB-PLAN-254",
         )
     if given.n is not None and given.n < 1:
@@ -190,7 +192,8 @@ def _checked(given: argparse.Namespace) -> Path:
     too_many = [flag for flag, value in flags.items() if value is not None]
     if is_folder and too_many:
         raise PlanError(
-            "These flags do not work with a job folder, which has its own settings and records.",
+            "A job folder has its own settings and records, so -n, --strategy, --out and --plain "
+            "do not work with it.",
             seen=" ".join(too_many),
             allowed=f"workbench run {shlex.quote(given.what)}",
             next_step="write a new job folder from a run with other settings: run.to_job(DIR)",
@@ -467,4 +470,6 @@ class Started:
         if self._interrupted:
             return teller.end(run, "stopped" if run is None else state, INTERRUPTED)
         error = f"a process ended with exit status {failed}" if failed else None
+        if failed < 0:
+            error = f"a process was ended by signal {-failed} ({signal.strsignal(-failed)})"
         return teller.end(run, state, FAILED if failed or state == "failed" else WELL, error)

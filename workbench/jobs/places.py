@@ -238,9 +238,10 @@ class _Streamed:
         self.folder = folders.new_run_dir(name)
         if not self.folder.is_dir():
             raise RunError(
-                "There is not enough disk space for a copy (mirror) of the run.",
+                "The folder for a copy (mirror) of the run cannot be created.",
                 seen=str(self.folder.parent),
-                next_step=f"delete some files, or set {folders.HOME_VARIABLE} to another folder",
+                next_step="if the disk is full, delete some files; if not, set "
+                f"{folders.HOME_VARIABLE} to another folder",
                 code="WB-RUN-113",
             )
         with contextlib.suppress(OSError):
@@ -420,12 +421,12 @@ class SshPlace(_Streamed):
             self.refresh()
             process = self._process
             if process is None:
-                raise self._unsent(self.problem or "the run is over")
+                raise self._unsent(self.problem or "the run is over", lost=True)
             if not self._key:
                 raise RunError(
                     "You cannot control this run: your user cannot read the run's secret key.",
                     seen=self.where,
-                    next_step="after the run has begun, follow it as the user who started the job",
+                    next_step="wait until the run has begun, and follow it as the job's user",
                     code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)
@@ -441,15 +442,13 @@ class SshPlace(_Streamed):
             if self._answer is None:
                 raise self._unsent(self._lost or "the host does not answer")
             if self._answer:
-                raise self._unsent(self._answer)
+                raise self._unsent(self._answer, lost=True)
 
-    def _unsent(self, why: str) -> RunError:
-        return RunError(
-            f"Workbench does not know whether the order reached the run: {why}.",
-            seen=self.where,
-            next_step="wait until Workbench has connected again (automatically), then try again",
-            code="WB-RUN-115",
-        )
+    def _unsent(self, why: str, *, lost: bool = False) -> RunError:
+        what = "The order did not reach the run" if lost else "The order may not have arrived"
+        again = "wait until Workbench has connected again (automatically), then try again"
+        step = None if self.over or why == self._answer else again
+        return RunError(what + f": {why}.", seen=self.where, next_step=step, code="WB-RUN-115")
 
 
 _ADDRESS = re.compile(
@@ -576,7 +575,7 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The order was not sent to the job, because the command for orders failed.",
+                "The command for orders failed, so the job may not have received the order.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try the command in a shell",
                 code="WB-RUN-120",

@@ -228,9 +228,7 @@ class KubeflowProgress:
             return self._token
         token = Path(self._token).read_text().strip()
         if not token or not token.isprintable():
-            raise RunError(
-                "The token file is empty or damaged.", seen=self._token, code="WB-RUN-125"
-            )
+            raise RunError(f"The token file {self._token} is empty or damaged.", code="WB-RUN-125")
         return token
 
     def _note(self, run: Followed, error: Exception) -> None:

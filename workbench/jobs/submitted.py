@@ -156,7 +156,8 @@ class Submitted:
         follow = self._follow()
         if follow is None:
             raise PlanError(
-                "This Python process cannot follow the run.",
+                "job.follow() needs Workbench's notebook part, which this Python process has not "
+                "loaded.",
                 seen=self.name,
                 next_step="import workbench as wb; wb.follow(job.place)",
                 code="WB-PLAN-244",
@@ -385,7 +386,10 @@ class Jobs(Mapping[str, Submitted]):
             if fresh is not None:
                 with contextlib.suppress(OSError):
                     fresh.unlink()
-            self._trouble.append(f"Job {job.name} ({job.id}) could not be saved: {error}.")
+            self._trouble.append(
+                f"Job {job.name} ({job.id}) could not be saved, so only this notebook knows its "
+                f"state: {error}."
+            )
             return False
 
     def _prune(self) -> None:
@@ -420,7 +424,7 @@ class Jobs(Mapping[str, Submitted]):
             name, cancelled = str(data["name"]), bool(data["cancelled"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return (
-                f"{path} is damaged, so Workbench ignores it: {type(error).__name__} "
+                f"{path} cannot be read, so its job is not in the list: {type(error).__name__} "
                 f"{str(error)[:100]}."
             )
         return self._made(file, ticket, name, last=last, cancelled=cancelled)
@@ -485,7 +489,9 @@ class MissingJobError(KeyError, PlanError):
                 allowed=f"a name: {', '.join(names)}; an id; or a position (-1: the newest job)"
                 if names
                 else None,
-                next_step="wb.jobs shows all jobs" if names else 'wb.submit(plan, on="slurm")',
+                next_step="wb.jobs shows all jobs"
+                if names
+                else 'submit a job, for example: wb.submit(plan, on="slurm")',
                 code="WB-PLAN-245",
             )
         PlanError.__init__(self, told.what, code=told.code, seen=told.seen, allowed=told.allowed,

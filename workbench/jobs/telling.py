@@ -191,7 +191,9 @@ def run_folder(place: str | Path) -> Path:
             "There is no such folder.",
             seen=str(place),
             allowed="a run folder, a job folder, or a folder that run.save(path) wrote",
-            next_step="copy the folder to this machine: `workbench compare` cannot read ssh://host/dir",
+            next_step="copy the folder to this machine: this command reads only local folders"
+            if "://" in str(place)
+            else f"check the path; the current folder is {Path.cwd()}",
             code="WB-PLAN-249",
         )
     if runs := runs_in(folder):

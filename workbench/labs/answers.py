@@ -85,7 +85,8 @@ class Check:
         if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
-                f"run all cells above exercise {self.number} in order, then the exercise's cell",
+                f"run all cells above exercise {self.number} in order, then its cell, which must "
+                f"set `{name}`",
             )
         value = unpack(found["value"])
         if value is None or value is Ellipsis:
@@ -136,8 +137,7 @@ class Check:
                 "put quotes around the value",
             )
         if allowed and value.strip().lower() not in [word.lower() for word in allowed]:
-            choices = ", ".join(repr(word) for word in allowed)
-            self.wrong(f"`{name}` is {value!r}.", f"choose one of {choices}")
+            self.wrong(f"`{name}` is {value!r}.", f"choose one of {', '.join(map(repr, allowed))}")
         return str(value).strip().lower() if allowed else str(value)
 
     def items(self, name: str, count: int | None = None) -> list[Any]:
@@ -190,7 +190,7 @@ class Check:
         """End the check unless the notebook has a function of that name."""
         value, words = self._value(name)
         if not (isinstance(value, Other) and value.is_callable):
-            self.wrong(f"`{name}` is {words}, but it must be a function.")
+            self.wrong(f"`{name}` is {words}, but it must be a function.", f"write def {name}(...)")
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a function of the notebook; an error, None or an endless loop ends the check.

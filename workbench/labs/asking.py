@@ -106,7 +106,7 @@ def _up_to_date(looking: Check, asked: Exercise) -> None:
         return
     looking.need(
         not ended.unread,
-        f"The cell of exercise {asked.number} is not valid Python: it raised a {ended.error}, and "
+        f"The cell of exercise {asked.number} is not valid Python: it raised {ended.error}, and "
         "no line of this cell was run.",
         "correct the line that the error message shows, run the cell, and check again",
     )
@@ -127,7 +127,7 @@ def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
     ended = last_end(_shell(), asked.number)
     wrong = any(not finding.right for finding in looking.findings)
     if ended is not None and ended.error and not ended.unread and wrong:
-        words = f"The cell of exercise {asked.number} raised a {ended.error} when it was last run."
+        words = f"The cell of exercise {asked.number} raised {ended.error} when it was last run."
         hint = "the lines after the error were not run, so these lines have not set their variables"
         looking.findings.append(Finding(False, words, hint))
 
@@ -202,7 +202,7 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
         session.stop()
     elif old is not None:
         dropped = sum(old.free().values())
-        words = f" ({dropped} variables of earlier cells were deleted)" if dropped else ""
+        words = f" (variables of earlier cells were deleted: {dropped})" if dropped else ""
     session.start(engines, framework=framework, progress=line)
     return words
 

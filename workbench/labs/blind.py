@@ -187,11 +187,13 @@ def _latest(name: str) -> Play:
 def _play_of(case: Case) -> Play:
     play = latest(case.name) if isinstance(case, Case) else None
     if play is None or play.case != case:
+        name = case.name if isinstance(case, Case) else "A"
+        call = "blind.practice()" if name == PRACTICE.name else f'blind.case("{name}")'
         raise PlanError(
             "This is not the current case.",
             seen=case,
             allowed="the case that the latest call of blind.practice() or blind.case() returned",
-            next_step='case = blind.case("A")',
+            next_step=f"case = {call}",
             code="WB-PLAN-046",
         )
     return play

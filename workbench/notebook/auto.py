@@ -61,10 +61,15 @@ def chooses(request: RunRequest) -> bool:
     if chosen and (len(request.strategies) > 1 or besides):
         raise PlanError(
             "The strategy `auto` chooses one strategy and trains one run, so it does not work with "
-            "other strategies or with flags such as --seeds.",
+            "these flags."
+            if besides
+            else "The strategy `auto` chooses among all strategies, so no other strategy can be "
+            "named.",
             seen=", ".join([*request.strategies, *besides]),
-            next_step="first run `%%distributed auto` alone, then run the chosen strategy with "
-            "these flags",
+            next_step="first run `%%distributed auto` without these flags, then run the chosen "
+            "strategy with them"
+            if besides
+            else "name only `auto`, or only the other strategies",
             code="WB-PLAN-315",
         )
     return chosen
@@ -169,7 +174,10 @@ class Chooser:
                 next_step=_way_out(self._request),
                 code="WB-PLAN-316",
             )
-        late = ("The time for short runs is used up. `--probe-seconds` sets a longer time.",)
+        late = (
+            "The short runs used up their time. With more time (`--probe-seconds`; in wb.choose: "
+            "`most_s`) they measure more steps or more strategies.",
+        )
         notes = found.notes if time.monotonic() < ends else (*found.notes, *late)
         found = replace(found, seconds=time.monotonic() - began, workers=self._workers, notes=notes)
         return ChoicePicture(**vars(found))
@@ -282,8 +290,10 @@ def train_chosen(
         with contextlib.suppress(_RefusedError):
             return _trained(chooser.line_of(row.candidate), recipe, number, autoreload)
     raise PlanError(
-        "Every strategy refused the cell.", seen=", ".join(r.candidate.name for r in found.rows),
-        next_step="run one strategy to see why: %%distributed mirrored", code="WB-PLAN-317",
+        "Every strategy that was tried refused the cell.",
+        seen=", ".join(row.candidate.name for row in (found.winner, *rest)),
+        next_step=f"run one of them to see why: %%distributed {found.winner.candidate.entry.name}",
+        code="WB-PLAN-317",
     )  # fmt: skip
 
 
@@ -318,4 +328,7 @@ def reasons(rows: Sequence[Row]) -> str:
 def _way_out(request: RunRequest) -> str:
     if request.memory_per_worker is not None:
         return "allow more memory (--memory-per-worker), or use more workers"
-    return "run one strategy: %%distributed mirrored"
+    return (
+        "run one strategy, which shows its whole error and has no time limit: "
+        "%%distributed mirrored"
+    )

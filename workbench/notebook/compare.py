@@ -109,12 +109,15 @@ class Compared:
         values = {run: one[metric] for run, one in last.items() if metric in one}
         values = {run: value for run, value in values.items() if not math.isnan(value)}
         if not values:
-            names = sorted({name for one in last.values() for name in one} - {"step", "epoch"})
+            numbers = {k for one in last.values() for k, value in one.items() if value == value}
+            names = sorted(numbers - {"step", "epoch"})
             raise PlanError(
-                "None of these runs was evaluated with this metric.",
+                "None of these runs has a value of this metric in its last evaluation.",
                 seen=metric,
                 allowed=", ".join(names) or "nothing: no run was evaluated",
-                next_step="pass `eval_data` and `metrics` to wb.fit",
+                next_step="name another metric, or train again with this metric in wb.fit"
+                if names
+                else "train again, with `eval_data` in wb.fit",
                 code="WB-PLAN-333",
             )
         if largest is None:
@@ -422,7 +425,11 @@ def read_back(run: Run, frames: int = 0) -> Calibration:
     own = late & (history["rank"] == 1)
     if not others.any():
         raise RunError(
-            "The run has too few steps for a calibration.", seen=len(history), code="WB-RUN-059"
+            "The run ended too early for a calibration.",
+            seen=f"steps of the run: {history.totals.steps}",
+            allowed=f"more than {SETTLE} steps",
+            next_step="run wb.calibrate() again, and do not stop the run",
+            code="WB-RUN-059",
         )
     waits_ms = history["sync_wait_s"][others] * 1e3
     low_ms, middle_ms, high_ms = np.percentile(waits_ms, (25, 50, 75))

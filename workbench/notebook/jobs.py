@@ -399,9 +399,12 @@ def _planned(
         return _planned(registry.runs[what], strategy, args, asked)
     if not strategy:
         raise PlanError(
-            "The job has no strategy.",
+            "There is no run with this name, and a cell's source needs a strategy."
+            if isinstance(what, str) and "\n" not in what
+            else "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
-            allowed="a run or a plan; or a cell's source or a function, with strategy='mirrored'",
+            allowed="a run, its name, or a plan; in wb.submit also the path of a job folder; or a "
+            "cell's source or a function, with strategy='mirrored'",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
             code="WB-PLAN-200",
         )

@@ -275,7 +275,8 @@ class Session:
             raise PlanError(
                 "One cell can start only one run in the background.",
                 seen=f"{len(plans)} runs",
-                next_step="use cluster.queue() for several runs, one after the other",
+                next_step="wb.queue().sweep(...) trains several runs in the background, one after "
+                "the other",
                 code="WB-PLAN-131",
             )
 
@@ -425,7 +426,7 @@ def resume(
         raise PlanError(
             "The checkpoint does not store the arguments with which the function was called.",
             seen=recipe.origin,
-            allowed=f"args=({about['arguments']} values)",
+            allowed=f"args=({about['arguments']} value{'s' * (about['arguments'] != 1)})",
             next_step="wb.resume(path, args=(...))",
             code="WB-PLAN-117",
         )

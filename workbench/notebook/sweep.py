@@ -83,7 +83,9 @@ def sweep(
     made = [item.run for item in items if item.run is not None]
     if not any(run.error is None for run in made):
         raise next((item.error for item in items if item.error is not None), None) or PlanError(
-            "No run of the sweep has started.", seen=f"{len(plans)} plans", code="WB-PLAN-282"
+            "No run of the sweep has started.",
+            seen=next((item.why for item in items if item.why), None),
+            code="WB-PLAN-282",
         )
     return concluded(made, price=price)
 

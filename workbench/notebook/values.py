@@ -44,8 +44,12 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
     if len(targets) != len(names):
         raise PlanError(
             "--as needs one name for each pulled variable.",
-            seen=flags["--as"],
-            allowed=", ".join(names),
+            seen=f"--as {flags['--as']} for the variables {', '.join(names)}"
+            if len(names) > 1
+            else f"--as {flags['--as']} for the variable {names[0]}",
+            allowed="one name, such as --as a"
+            if len(names) == 1
+            else f"{len(names)} names with commas, such as --as a,b",
             code="WB-PLAN-135",
         )
     ids = _ids(cluster, flags)
@@ -54,8 +58,12 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         lacking = [i for i, values in found.items() if name not in values]
         if lacking:
             raise PlanError(
-                f"These engines do not have the variable {name!r}: {', '.join(map(str, lacking))}.",
-                next_step="pull from an engine that has the variable: --rank ID",
+                f"The variable {name!r} does not exist on some of these engines."
+                if len(lacking) < len(found)
+                else f"The variable {name!r} does not exist on these engines.",
+                seen=f"missing on engine {', '.join(map(str, lacking))}",
+                next_step="pull from an engine that has the variable (--rank ID), or define the "
+                "variable in a %%distributed cell",
                 code="WB-PLAN-136",
             )
         values = [found[i][name] for i in found]

@@ -215,7 +215,8 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
         raise PlanError(
             "One prediction cannot use runs that had different simulated links.",
             seen=", ".join("no simulated link" if one is None else one.text for one in links),
-            next_step="predict from runs with the same --inject bandwidth and latency",
+            next_step="predict from runs with the same values of `--inject bandwidth=` and "
+            "`--inject latency=`, or from runs without these faults",
             code="WB-PLAN-292",
         )
     return probes[0], probes
@@ -231,7 +232,7 @@ def _counts(workers: int | Sequence[int]) -> list[int]:
             )  # fmt: skip
     if not given:
         raise PlanError(
-            "The argument `workers` is missing.", seen=workers,
+            "The list `workers` is empty.", seen=workers,
             next_step="for example run.predict([8, 64])", code="WB-PLAN-294",
         )  # fmt: skip
     return sorted(set(given))
@@ -258,14 +259,15 @@ def target_setting(
         raise PlanError(
             "Only a run of model_split shows how the model is divided into stages. So Workbench "
             "cannot predict model_split from this run.",
-            seen=base.setting.entry.name, next_step="run %%distributed model_split -n 2 --steps "
-            "100, and predict from this run",
+            seen=f"run {base.name}: {base.setting.entry.name}", next_step="run %%distributed "
+            "model_split -n 2 --steps 100, and predict from the new run",
             code="WB-PLAN-296",
         )  # fmt: skip
     if base.setting.piped and not same:
         raise PlanError(
             "A run of a pipeline does not show the size of the gradients, so Workbench cannot "
-            "predict another strategy from this run.", seen=entry.name,
+            "predict another strategy from this run.",
+            seen=f"this run: {base.setting.entry.name}; to predict: {entry.name}",
             next_step="predict from a run of strategy `mirrored`", code="WB-PLAN-297",
         )  # fmt: skip
     given = {k: v for k, v in (options or {}).items() if k != "overlap"}
@@ -306,7 +308,7 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
         raise PlanError(
             "There are more workers than samples in a batch, so some workers would have no sample.",
             seen=f"{workers} workers, {most:g} samples in a batch",
-            allowed=f"up to {most:g} workers",
+            allowed=f"workers={most:g} or less",
             next_step="give a larger batch_size, or scaling='weak'",
             code="WB-PLAN-298",
         )
@@ -346,10 +348,11 @@ class Knows:
             size = base.message_bytes / packed_share(str(base.setting.options.get("compress")))
         if needed and not size > 0 and not base.setting.piped:
             raise RunError(
-                "The run sent no messages, so the size of its messages is not known.",
+                "The run sent no messages, so the size of messages between workers is not known.",
                 seen=f"{base.workers} worker" + ("s" if base.workers > 1 else ""),
                 allowed="a run with 2 or more workers, or the arguments gradient_bytes and link",
-                next_step="run %%distributed mirrored -n 2 --steps 100, and predict from this run",
+                next_step="run %%distributed mirrored -n 2 --steps 100, and predict from the new "
+                "run",
                 code="WB-RUN-134",
             )
         if needed and fitted is None and link is None:
@@ -452,7 +455,7 @@ class Knows:
     def _kept_text(self) -> str:
         """Return the cost of a message in words, for a link that is given without a latency."""
         if self.fitted is None:
-            return "0 ms per message (no run sent messages)"
+            return "0 ms per message (assumed, because no run sent messages)"
         if self.fitted.link is not None:
             return f"{1e3 * (self.fitted.link.latency_s or 0.0):g} ms per message (as simulated)"
         low, middle, high = (1e3 * v for v in np.percentile(self.fitted.message_s, (5, 50, 95)))
@@ -468,9 +471,10 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"{most} workers were not measured: the largest measured run had {seen} workers. "
-                "Switches, hosts and shared links were not measured, so the interval is right "
-                "only if all links are like the measured link."
+                f"{most} workers were not measured: the largest measured run had {seen} "
+                f"worker{'s' * (seen > 1)}. Switches, hosts and shared links were not measured, so "
+                "the interval is right only if all links are like the "
+                f"{'measured' if link is None else 'given'} link."
             )
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
@@ -487,7 +491,8 @@ class Knows:
             )
         if base.workers == 1:
             found.append(
-                "Only one worker was measured, so differences between workers are not known."
+                f"Run {base.name} had only one worker, so differences between workers are not "
+                "known."
             )
         if self.fitted is not None and not self.fitted.settled and most > 1:
             known = self.fitted.link is not None or (
@@ -515,7 +520,13 @@ class Knows:
                 "The prediction assumes that the stages share the model's computation equally."
             )
         if any(s.options.get("allreduce") == "auto" for s in settings):
-            found.append("For allreduce=auto the prediction uses the fastest algorithm.")
+            held = self.fitted is not None and self.fitted.link is not None
+            found.append(
+                "For allreduce=auto the prediction uses the fastest algorithm."
+                if held
+                else "For allreduce=auto the prediction uses the algorithm `backend`, because the "
+                "runs had no simulated link."
+            )
         return found
 
 
@@ -557,7 +568,7 @@ def packed_share(compress: str) -> float:
             "run has not recorded these shapes.",
             seen=f"compress={compress}",
             allowed="compress=none, fp16, bf16 or topk:FRACTION",
-            next_step="measure a run with -o compress=powersgd:2",
+            next_step=f"measure instead: %%distributed mirrored -n 8 -o compress={compress}",
             code="WB-PLAN-299",
         )
     return 1.0

@@ -183,7 +183,7 @@ class Probe:
         if len(table.step) < LEAST_STEPS:
             raise RunError(
                 "The run has too few steps for a prediction.",
-                seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
+                seen=f"steps after the warm-up: {len(table.step)}, in run {run.name}",
                 allowed=f"{LEAST_STEPS} steps or more; 100 or more to predict stragglers too",
                 next_step="train again with --steps 100",
                 code="WB-RUN-131",
@@ -197,8 +197,10 @@ class Probe:
             raise RunError(
                 "The workers' waits or transfers were not measured, so computation and waiting "
                 "cannot be separated.",
-                seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'some steps'}",
-                next_step="run.history.unmeasured shows the reason",
+                seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'in some steps'}",
+                next_step="run.history.unmeasured shows the reason"
+                if history.unmeasured
+                else "predict from another run",
                 code="WB-RUN-132",
             )
         own = table.step_s - np.nan_to_num(parts[:, :, WAIT]) - np.nan_to_num(parts[:, :, TRANSFER])
@@ -242,9 +244,8 @@ def _check_whole(run: RunData) -> None:
         raise RunError(
             "Faults or the number of workers changed during the run, so a prediction cannot use "
             "all steps of the run.",
-            seen="faults were injected or changed during the run"
-            if changed
-            else ("workers left or joined during the run"),
+            seen=f"run {run.name}: "
+            + ("its faults changed" if changed else "workers left or joined"),
             next_step="predict from a run without such changes",
             code="WB-RUN-133",
         )

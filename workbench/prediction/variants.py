@@ -141,8 +141,10 @@ def _computed(
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
-            "Only strategy `mirrored` can send gradients during the backward pass (`overlap`).",
-            seen=base.setting.entry.name, allowed="mirrored", code="WB-PLAN-303",
+            "The change `overlap` needs a run of `mirrored`, because no other strategy can send "
+            "gradients during the backward pass.",
+            seen=f"run {base.name}: {base.setting.entry.name}", allowed="a run of mirrored",
+            code="WB-PLAN-303",
         )  # fmt: skip
     setting = target_setting(base, workers, change.get("strategy"), options)
     packed_share(str(setting.options.get("compress", "none")))

@@ -78,7 +78,7 @@ def _find(cluster: str) -> folders.Found:
         raise ClusterError(
             "There is no kept cluster with this id."
             if found is None
-            else "This cluster was started without --keep, so it ends with its notebook.",
+            else "This cluster was started without --keep, so only its own notebook can use it.",
             seen=cluster,
             allowed=", ".join(ids) or "no kept cluster exists; %cluster start 4 --keep starts one",
             next_step="in a terminal, `workbench ps` lists all clusters",

@@ -74,17 +74,22 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     name = _name(plan.checkpoint)
     if resume_from:
         raise PlanError(
-            "This run would not continue from the last checkpoint in its checkpoint folder.",
-            seen=f"{plan.checkpoint}: run {name} at step {last.step}",
+            "This run does not continue from the last checkpoint of the folder to which it would "
+            "write, so old and new checkpoints would mix.",
+            seen=f"{plan.checkpoint}: run {name or 'unknown'} at step {last.step}",
             next_step=f"wb.resume({plan.checkpoint!r}) continues from step {last.step}; or "
-            "write to another folder with checkpoint='DIR'",
+            "write to another folder with checkpoint='DIR'"
+            if name
+            else "write to another folder with checkpoint='DIR'",
             code="WB-PLAN-096",
         )
     raise PlanError(
         "The folder already contains checkpoints.",
-        seen=f"{plan.checkpoint}: run {name} at step {last.step}",
+        seen=f"{plan.checkpoint}: run {name or 'unknown'} at step {last.step}",
         next_step=f"wb.resume({plan.checkpoint!r}) continues run {name}; to start a new run, "
-        "use another --checkpoint DIR",
+        "use another --checkpoint DIR"
+        if name
+        else "use another --checkpoint DIR",
         code="WB-PLAN-097",
     )
 
@@ -152,7 +157,8 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _name(folder: str) -> str:
+    """Return the name of the run that wrote the checkpoints; empty if its record is unreadable."""
     try:
         return str(described(folder)["name"])
     except RunError:
-        return "unknown"
+        return ""

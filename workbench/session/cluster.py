@@ -575,7 +575,7 @@ class Cluster:
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise BusyError(
             f"The cluster is busy with {what}.",
-            next_step="wait for the run with run.wait(), or stop the run with run.stop()"
+            next_step=f"wait: wb.runs[{busy.name!r}].wait(); or stop: wb.runs[{busy.name!r}].stop()"
             if isinstance(busy, Run)
             else "wait for the cell, or interrupt the cell",
             code="WB-RUN-065",

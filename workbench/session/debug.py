@@ -215,8 +215,9 @@ class PostMortem:
         text = self._call("command", line)
         if text is None:
             raise RunError(
-                f"The traceback of rank {self.engine} was deleted because another cell was run "
-                "after the failure.",
+                f"The traceback of rank {self.engine} was deleted, because another cell or "
+                "%cluster free ran after the failure.",
+                next_step="run the cell that failed again, then %cluster debug",
                 code="WB-RUN-078",
             )
         return str(text)
@@ -232,7 +233,10 @@ class PostMortem:
                 raise
         if isinstance(call.result, BaseException):
             raise RunError(
-                f"Rank {self.engine} did not answer.", seen=str(call.result), code="WB-RUN-079"
+                f"Rank {self.engine} did not answer.",
+                seen=str(call.result),
+                next_step="%cluster shows whether its engine still runs",
+                code="WB-RUN-079",
             )
         return call.result
 

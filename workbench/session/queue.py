@@ -290,8 +290,9 @@ class Queue:
             if self._worker is not None:
                 raise RunError(
                     "The cluster is still running the plans of its queue.",
-                    seen=f"{len(self._line.waiting)} plans are waiting",
-                    next_step="wait with queue.wait(), or stop all plans with queue.stop_all()",
+                    seen=f"plans that wait: {len(self._line.waiting)}",
+                    next_step="wait with wb.queue().wait(), or stop all plans with "
+                    "wb.queue().stop_all()",
                     code="WB-RUN-081",
                 )
 

@@ -84,7 +84,7 @@ def notes(cluster: ClusterAccess) -> list[str]:
     count, said = rejected(cluster), []
     if count:
         said.append(
-            f"Workbench refused {count} messages or connections, because they had no valid key or "
+            f"Messages and connections that Workbench refused: {count}. They had no valid key, or "
             "were sent twice. Another user of this machine or network may have sent them. See "
             "docs/security.md."
         )

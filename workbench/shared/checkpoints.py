@@ -137,10 +137,12 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
         raise refusal(Checkpoint(str(whole), int(match[1])), [f"{MANIFEST} is missing"])
     below = sorted(one.name for one in whole.glob("*/") if one.is_dir() and latest(one) is not None)
     raise RunError(
-        "The folder contains no checkpoint.",
+        "The folder contains no checkpoint."
+        if whole.is_dir()
+        else "There is no checkpoint folder at this path.",
         seen=f"{path}; these subfolders contain checkpoints: {', '.join(below[:20])}"
         if below
-        else str(path),
+        else str(whole),
         allowed="a folder that was given to --checkpoint, or a folder step-N in it",
         next_step=f"continue one of the runs: wb.resume({os.path.join(path, below[0])!r})"
         if below
@@ -307,7 +309,7 @@ def _writable(folder: str) -> str:
         raise PlanError(
             "Checkpoints cannot be written to this folder.",
             seen=f"{there} ({reason})",
-            allowed="a folder that this user may write to",
+            allowed="a folder in which this user can create files",
             code="WB-PLAN-017",
         )
     return str(path)
@@ -428,7 +430,7 @@ def fit_weights(
         found = _across(arrays, source, shapes, target)
     for name, array in found.items():
         if tuple(array.shape) != tuple(shapes[name]):
-            raise _unlike(f"{name} of shape {tuple(array.shape)}", f"{tuple(shapes[name])}")
+            raise _unlike(f"{name} of shape {tuple(shapes[name])}", f"{tuple(array.shape)}")
     return found
 
 
@@ -436,8 +438,9 @@ def _same_framework(arrays: Arrays, shapes: Shapes, *, numbered: bool) -> dict[s
     if set(arrays) == set(shapes):
         return {name: arrays[name] for name in shapes}
     if not numbered or len(arrays) != len(shapes):
-        strange = sorted(set(arrays) ^ set(shapes))
-        raise _unlike(", ".join(strange[:6]), "the same weights")
+        new, old = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
+        seen = f"only in the model: {', '.join(new[:6]) or 'none'}"
+        raise _unlike(f"{seen}; only in the run: {', '.join(old[:6]) or 'none'}", "the same names")
     return dict(zip(shapes, arrays.values(), strict=True))
 
 
@@ -445,7 +448,7 @@ def _across(arrays: Arrays, source: str, shapes: Shapes, target: str) -> dict[st
     given = [(name, array) for name, array in arrays.items() if not name.endswith(COUNTERS)]
     wanted = [name for name in shapes if not name.endswith(COUNTERS)]
     if len(given) != len(wanted):
-        raise _unlike(f"{len(given)} weights", f"{len(wanted)} weights")
+        raise _unlike(f"{len(wanted)} weights in the model", f"{len(given)}, as in the run")
     channels = 0  # of the latest convolution without a dense layer after it
     found = {}
     for (name, array), own in zip(given, wanted, strict=True):

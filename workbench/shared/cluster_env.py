@@ -61,7 +61,9 @@ def export(path: Path, content: bytes) -> Path:
             f"The file cannot be written: {error.strerror}.",
             seen=str(path),
             allowed="a file in an existing folder, on a disk with free space",
-            next_step="delete some files on this disk, or use another path",
+            next_step="delete some files on this disk, or use another path"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "use another path",
             code="WB-RUN-058",
         ) from error
     return path
@@ -108,11 +110,18 @@ def listening(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
 def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> ClusterError:
     """Return the error of `listening`."""
     which = "any port" if ports is None else f"ports {ports[0]} to {ports[1]}"
+    is_elsewhere = reason == os.strerror(errno.EADDRNOTAVAIL)
     return ClusterError(
-        f"There is no free port on {host or 'this host'}.",
+        f"This host does not have the address {host}."
+        if is_elsewhere
+        else f"There is no free port on {host or 'this host'}.",
         seen=f"{which}: {reason}",
-        allowed="one free port for each server, each TensorFlow worker, and PyTorch's TCPStore",
-        next_step="allow more ports: %cluster start --ports FIRST-LAST",
+        allowed="an address of this host"
+        if is_elsewhere
+        else "one free port for each server, each TensorFlow worker, and PyTorch's TCPStore",
+        next_step="give an address of this host: %cluster start --listen ADDRESS"
+        if is_elsewhere
+        else "allow more ports: %cluster start --ports FIRST-LAST",
         code="WB-CLUSTER-046",
     )
 

@@ -85,7 +85,7 @@ class Fault:
             raise PlanError(
                 "The fault names a worker that this run does not have.",
                 seen=self.text,
-                allowed=f"ranks 0 to {workers - 1}",
+                allowed=f"ranks 0 to {workers - 1}" if workers > 1 else "rank 0",
                 code="WB-PLAN-039",
             )
 
@@ -124,7 +124,14 @@ def parse_fault(text: str) -> Fault:
             return Fault("kill", int(rank), step=int(step))
     except ValueError:
         pass
-    raise PlanError("The fault is not valid.", seen=text, allowed=FORMS, code="WB-PLAN-040")
+    raise PlanError(
+        "The fault is not valid.",
+        seen=text,
+        allowed=f"slow=RANK:50ms/PLACE or slow=RANK:3x/PLACE; places: {', '.join(PLACES)}"
+        if kind == "slow" and "/" in value
+        else FORMS,
+        code="WB-PLAN-040",
+    )
 
 
 def _rate(bytes_per_s: float) -> str:

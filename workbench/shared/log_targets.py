@@ -22,8 +22,8 @@ PROJECT_LETTERS = 128
 STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
-    "sqlite:///mlflow.db, http://HOST:5000, a database's URI; or no URI (`mlflow:`), to "
-    "use the variable MLFLOW_TRACKING_URI"
+    "sqlite:///mlflow.db, http://HOST:5000, file:mlruns, a database's URI; or no URI (`mlflow:`), "
+    "to use the variable MLFLOW_TRACKING_URI"
 )
 
 
@@ -111,7 +111,7 @@ def _store(where: str) -> str:
     kind = scheme.partition("+")[0].lower()
     if not colon or kind not in STORES:
         raise PlanError(
-            "An MLflow target must be a URI.",
+            "An MLflow target must be the URI of a database, a server or a folder.",
             seen=_short(where),
             allowed=_URIS,
             next_step="--log mlflow:sqlite:///mlflow.db",
@@ -168,15 +168,16 @@ def _check_host(where: str) -> None:
 def _project(kind: str, where: str) -> str:
     if kind == "wandb":
         names, allowed = where.split("/"), "wandb:PROJECT, wandb:ENTITY/PROJECT"
-        good = len(names) <= 2 and not re.search(r"[\\#?%:]", where)
+        good, signs = len(names) <= 2 and not re.search(r"[\\#?%:]", where), r"\ # ? % :"
     else:
         names, allowed = [where], "trackio:PROJECT"
         good = not re.search(r"[/\\:]", where) and bool(re.search(r"\w", where))
+        signs = r"/ \ :"
     if not good or not all(0 < len(name.strip()) <= PROJECT_LETTERS for name in names):
         raise PlanError(
             "This is not a valid project name.",
             seen=_short(f"{kind}:{where}"),
-            allowed=allowed,
+            allowed=f"{allowed}; each name with 1 to {PROJECT_LETTERS} characters, without {signs}",
             next_step=f"--log {kind}:lessons",
             code="WB-PLAN-246",
         )

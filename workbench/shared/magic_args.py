@@ -42,8 +42,16 @@ def tokens(line: str) -> Sequence[str]:
     try:
         return shlex.split(strip_comment(line))
     except ValueError as error:
+        is_open = "quotation" in str(error)
         raise PlanError(
-            "The line could not be parsed.", seen=line, allowed=str(error), code="WB-PLAN-157"
+            "A quotation mark in the line is not closed."
+            if is_open
+            else "The line ends with a backslash.",
+            seen=line,
+            next_step="add the second quotation mark; for an apostrophe in a text, write \\'"
+            if is_open
+            else "remove the backslash at the end",
+            code="WB-PLAN-157",
         ) from None
 
 
@@ -98,7 +106,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
             raise PlanError(
                 "The first rank of a range must be the smaller rank.",
                 seen=part.strip(),
-                allowed="0-2",
+                allowed=f"{last}-{first}",
                 code="WB-PLAN-160",
             )
         found.extend(range(first, last + 1))
@@ -338,7 +346,7 @@ def check_window(window: Window | None, steps: int | None) -> None:
     raise PlanError(
         "--profile includes steps that the run does not have.",
         seen=f"{window[0]}:{window[1]} of {steps} steps",
-        allowed=f"0 to {steps}",
-        next_step=f"use --profile {last}:{steps}, or increase --steps",
+        allowed=f"START:STOP with a STOP of at most {steps}",
+        next_step=f"use --profile {last}:{steps}, or train for more steps",
         code="WB-PLAN-154",
     )

@@ -106,7 +106,7 @@ class Plan(RunSettings):
             )
         if self.on_failure != "heal":
             raise PlanError(
-                "The run was started with a fixed number of workers.",
+                "Only a run with --on-failure heal can change its number of workers.",
                 seen=f"--on-failure {self.on_failure}",
                 allowed="--on-failure heal",
                 next_step=f"start the run with %%distributed {self.entry.name} --on-failure heal",
@@ -115,7 +115,6 @@ class Plan(RunSettings):
         if workers is None:
             return
         count = check_count("The number of workers", workers)
-        check_fewer(self, count)
         if batch is not None and count > batch:
             raise PlanError(
                 "There are more workers than samples in a batch.",
@@ -124,6 +123,7 @@ class Plan(RunSettings):
                 next_step=f"run.scale({batch})",
                 code="WB-PLAN-321",
             )
+        check_fewer(self, count)
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Raise PlanError if the strategy or an option needs devices that are not available.
@@ -134,12 +134,12 @@ class Plan(RunSettings):
         on_gpus = [device for device in devices if device != "cpu"]
         alone = len(set(on_gpus)) == len(on_gpus)
         if not alone and not self.entry.shares_gpu:
-            gpus = len(set(on_gpus))
+            gpus, s = len(set(on_gpus)), "s" * (len(set(on_gpus)) > 1)
+            one = "replica" if self.entry.one_engine else "worker"
             raise PlanError(
-                f"Strategy {self.strategy} needs a separate GPU for each "
-                f"{'replica' if self.entry.one_engine else 'worker'}.",
-                seen=f"{len(devices)} workers, {gpus} GPU{'s' if gpus > 1 else ''}",
-                allowed=f"up to {gpus} workers, or a strategy in which workers can share a GPU: "
+                f"Strategy {self.strategy} needs a separate GPU for each {one}.",
+                seen=f"{len(devices)} {one}s, {gpus} GPU{s}",
+                allowed=f"up to {gpus} {one}{s}, or a strategy in which workers can share a GPU: "
                 + ", ".join(one.name for one in catalog.strategies(self.framework)
                             if one.shares_gpu and one.max_workers is None),
                 next_step=f"use -n {gpus}, or %cluster start {len(devices)} --devices cpu",
@@ -153,7 +153,7 @@ class Plan(RunSettings):
                 raise PlanError(
                     f"-o {name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
-                    allowed=f"on CPUs, another value of `{name}`; `{default}` always works",
+                    allowed=f"without these GPUs, another `{name}`; `{default}` always works",
                     next_step=f"remove -o {name}, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )
@@ -228,7 +228,7 @@ def make_plan(
         on_failure = "heal"
     if asked.spares and not (entry.replicated and on_failure == "heal"):
         raise PlanError(
-            "--spares is useful only if the run can heal after a worker's death.",
+            "--spares works only with --on-failure heal, and not with every strategy.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
             allowed="--on-failure heal (the default with --spares), in PyTorch with strategy "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
@@ -270,8 +270,8 @@ def plan_of(
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="one value; several values are possible in a %%distributed line, or in "
-            "wb.sweep(...)",
+            allowed="one value; several values are possible only in a %%distributed line without "
+            "--to-job, or in wb.sweep(...)",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
@@ -281,7 +281,7 @@ def plan_of(
                 seen=f"--batch-size {request.batch_size}, "
                 f"--batch-per-worker {request.batch_per_worker}",
                 next_step="use --batch-size for strong scaling (the global batch stays the same), "
-                "or --batch-per-worker for weak scaling",
+                "or --batch-per-worker for weak scaling (each worker's share stays the same)",
                 code="WB-PLAN-275",
             )
         most = catalog.lookup(chosen, framework).max_workers
@@ -424,8 +424,8 @@ def _check_on_failure(
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
         why = entry.unhealed or (
-            "TensorFlow cannot replace workers during a run" if entry.framework == "tensorflow"
-            else "its workers cannot be replaced")  # fmt: skip
+            "in TensorFlow, no new worker can join a training that has begun"
+            if entry.framework == "tensorflow" else "no new worker can join it")  # fmt: skip
         raise PlanError(
             f"A run of strategy {entry.name} cannot heal after a worker's death: {why}.",
             seen="--on-failure heal",

@@ -92,7 +92,7 @@ class RunRequest(RunSettings):
         metavar="IDS",
         read=lambda text: parse_ranks(text) if text else None,
         help="run on some engines only: 0,2 or 0-2 or [0,2]",
-        without="all workers",
+        without="all engines",
         example="%%distributed --ranks 0,2",
     )
     framework: str | None = _said(
@@ -476,11 +476,14 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
         return
     able = [one for one in catalog.CATALOG if one.sheds]
     names = [one.name if one.sync else f"{one.name} -o {one.sync_option}=true" for one in able]
-    why = (
-        "the shares of its workers must be equal"
-        if entry.is_sync(chosen)
-        else "its workers do not take each step together"
-    )
+    if entry.max_workers == 1:
+        why = "it has only one worker"
+    elif not entry.data_parallel:
+        why = "each of its workers computes all samples of a batch"
+    elif entry.is_sync(chosen):
+        why = "the shares of its workers must be equal"
+    else:
+        why = "its workers do not take each step together"
     raise PlanError(
         f"Strategy {entry.name} cannot give a slow worker a smaller share: {why}.",
         seen=f"--on-straggler {what}",

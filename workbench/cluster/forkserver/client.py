@@ -30,6 +30,7 @@ from ...errors import ClusterError
 from ...shared import cluster_env
 from .. import folders
 from ..processes import (
+    FORK,
     Exit,
     ExitCallback,
     can_fork,
@@ -501,9 +502,14 @@ class WarmParent:
         with contextlib.suppress(OSError):
             lines = Path(self._log_path).read_text(errors="replace").splitlines()
             tail = "\n".join(lines[-LOG_TAIL_LINES:])
+        step = "run %cluster stop, then %cluster start"
+        if package := self.report.get("lacks"):
+            step = f"repair {package} in the engines' Python environment, then {step}"
+        elif "error" in self.report:  # it is not safe to fork
+            step = f"run %env {FORK}=off, so that engines are not forked, then {step[4:]}"
         return ClusterError(
             f"{what}\n{tail}".rstrip(),
-            next_step="run %cluster stop, then %cluster start",
+            next_step=step,
             code="WB-CLUSTER-024",
         )
 

@@ -95,9 +95,9 @@ def first_stage(framework: str) -> dict[str, Any]:
     missing = [name for name in names if not import_module(name)]
     report: dict[str, Any] = {"framework": framework, "missing": missing}
     if framework in missing:
-        report["error"] = f"{framework} could not be imported"
+        report |= {"lacks": framework, "error": f"{framework} could not be imported"}
     elif "ipyparallel.engine.app" in missing:
-        report["error"] = "ipyparallel could not be imported"
+        report |= {"lacks": "ipyparallel", "error": "ipyparallel could not be imported"}
     else:
         if framework == "torch":
             sys.modules["torch"].set_num_threads(1)

@@ -350,6 +350,8 @@ class Agents:
         """Return why an agent is refused at a place, in words; empty if it is accepted."""
         there = self.living
         if self.expected and len(there) >= self.expected:
+            if self.expected == 1:
+                return "the cluster's only host has already answered"
             return f"all {self.expected} hosts of the cluster have already answered"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
             return f"host number {place} has already answered: {holder.name}"

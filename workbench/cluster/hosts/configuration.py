@@ -197,7 +197,8 @@ def check_keep(launcher: str) -> None:
     """Raise PlanError if engines of this launcher should outlive the notebook."""
     if launcher != LOCAL:
         raise PlanError(
-            "Only engines on this machine can continue after the notebook's kernel has ended.",
+            f"Engines of --launcher {launcher} end together with the notebook's kernel, so they "
+            "cannot be kept.",
             seen=f"--keep --launcher {launcher}",
             allowed="--keep without --launcher",
             next_step="remove --keep, and save the training with --checkpoint",
@@ -234,7 +235,8 @@ def _launcher(given: Given | None) -> str:
         return name
     module, _, kind = name.rpartition(".")
     if not module:
-        raise unknown("launcher", name, known_launchers(), "or give a class: package.module.Class")
+        step = "use one of these names, or give a class: package.module.Class"
+        raise unknown("launcher", name, known_launchers(), step)
     try:
         found = getattr(importlib.import_module(module), kind, None)
     except ImportError as error:
@@ -294,20 +296,21 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
         )
     slots = [host.slots for host in settings.on]
     if slots and all(slots) and sum(slots) < engines:
-        more = [slots[0] + engines - sum(slots), *slots[1:]]
+        total, plural = sum(slots), "" if sum(slots) == 1 else "s"
+        more = [slots[0] + engines - total, *slots[1:]]
         hosts = ",".join(f"{one.name}:{n}" for one, n in zip(settings.on, more, strict=True))
         raise PlanError(
             "The hosts have too few slots. Each engine needs one slot.",
-            seen=f"{sum(slots)} slots for {engines} engines",
+            seen=f"{total} slot{plural} for {engines} engines",
             allowed=f"at least {engines} slots on all hosts together; a host without `:SLOTS` has "
             "no limit",
-            next_step=f"start at most {sum(slots)} engines, or give more slots: --on {hosts}",
+            next_step=f"start at most {total} engine{plural}, or give more slots: --on {hosts}",
             code="WB-PLAN-169",
         )
     if settings.nodes > engines:
         raise PlanError(
             "There are more nodes than engines, so some nodes would have no engine.",
-            seen=f"--nodes {settings.nodes} for {engines} engines",
+            seen=f"--nodes {settings.nodes} for {engines} engine{'' if engines == 1 else 's'}",
             allowed=f"--nodes 1 to {engines}",
             next_step=f"start {settings.nodes} engines, or use --nodes {engines}",
             code="WB-PLAN-177",
@@ -357,11 +360,16 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
         ) from error
     for name, table in tables.items():
         if name not in OURS or not isinstance(table, dict):
+            named = isinstance(table, dict)
             raise PlanError(
-                f"{path}: the name of this table is not valid.",
-                seen=f"[{name}]" if isinstance(table, dict) else f"{name} = {table!r}",
+                f"{path}: this table's name is not valid."
+                if named
+                else f"{path}: this setting is not in a table.",
+                seen=f"[{name}]" if named else f"{name} = {table!r}",
                 allowed="the tables [ssh], [slurm] and [mpi], with the names of flags as keys",
-                next_step="correct this table's name in the file",
+                next_step="correct this table's name in the file"
+                if named
+                else "write settings below the line [ssh], [slurm] or [mpi]",
                 code="WB-PLAN-179",
             )
     return _of_table(tables.get(launcher, {}), launcher, str(path))
@@ -449,11 +457,12 @@ def _word(one: Given) -> str:
 def _count(one: Given, least: int) -> int:
     text = _text(one)
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        equals = "" if one.shown.startswith("--") else " ="  # of a file
         raise PlanError(
-            "The value must be a whole number.",
+            f"The value must be a whole number, at least {least}.",
             seen=one.shown,
-            allowed=f"a whole number, at least {least}",
-            next_step=f"{one.shown.split()[0]} {max(1, least)}",
+            allowed=f"{least} to 999999",
+            next_step=f"{one.shown.split()[0]}{equals} {max(1, least)}",
             code="WB-PLAN-171",
         )
     return int(text)
@@ -466,7 +475,7 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
         if not match or match[2] == "0":
             raise PlanError(
                 "The list of hosts is invalid.",
-                seen=f"{text or 'nothing between two commas'!s} in {one.shown}",
+                seen=f"{text or 'an empty name'} in {one.shown}",
                 allowed="names or addresses with commas between them: host, host:4 (four engines)"
                 " or user@host:4; ports and ssh keys belong in ~/.ssh/config",
                 next_step="--on node1:4,user@node2:4",
@@ -478,7 +487,8 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
                 "A host is named twice.",
                 seen=f"{found[name].name} and {match[1]}",
                 allowed="each host once, with the total number of its engines",
-                next_step=f"--on {match[1]}:{found[name].slots + int(match[2] or 0) or 2}",
+                next_step="give this host only once: "
+                f"{match[1]}:{found[name].slots + int(match[2] or 0) or 2}",
                 code="WB-PLAN-168",
             )
         found[name] = HostSlots(match[1], int(match[2] or 0))
@@ -522,12 +532,13 @@ def _ports(one: Given) -> tuple[int, int]:
             code="WB-PLAN-172",
         )
     first, last = int(match[1]), int(match[2])
-    if last - first + 1 < LEAST_PORTS:
+    if (count := last - first + 1) < LEAST_PORTS:
+        low = min(first, (1 << 16) - 100)
         raise PlanError(
             "The range has too few ports for one notebook.",
-            seen=f"{last - first + 1} ports in {one.shown}",
+            seen=f"{count} port{'' if count == 1 else 's'} in {one.shown}",
             allowed=f"at least {LEAST_PORTS} ports; more if several notebooks share the range",
-            next_step=f"--ports {first}-{min(first + 99, (1 << 16) - 1)}",
+            next_step=f"--ports {low}-{low + 99}",
             code="WB-PLAN-173",
         )
     return first, last
@@ -565,7 +576,8 @@ def _options(one: Given) -> dict[str, str]:
                 "An option of the launcher is invalid.",
                 seen=one.shown,
                 allowed="NAME=VALUE or NAME: the option's long name without --",
-                next_step="--launcher-option qos=high",
+                next_step="for example, for slurm: --launcher-option qos=high; for ssh: "
+                "--launcher-option Port=2222",
                 code="WB-PLAN-183",
             )
         found[key] = text

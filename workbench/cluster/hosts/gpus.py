@@ -207,7 +207,10 @@ class HostDevices:
                 "workers compute on the CPU."
             )
         if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
-            return "MIG instances cannot form an NCCL group, so all workers compute on the CPU."
+            return (
+                "MIG instances cannot form an NCCL group, so all workers compute on the CPU. With "
+                "--devices cuda, workers use the MIG instances, and exchange tensors with gloo."
+            )
         return None
 
     def told(self, engines: Mapping[str, Mapping[int, int]]) -> None:
@@ -250,12 +253,15 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
+    twice = str(error.seen) in (error.allowed or "").split(", ")
+    step = "give each number only once" if twice else "use numbers that are allowed on every host"
     return PlanError(
-        f"One of the GPUs in --devices does not exist on {host.name}, or --devices contains a "
-        "GPU twice. Every host uses the GPUs with the numbers in --devices.",
+        "--devices contains a GPU twice."
+        if twice
+        else f"Workbench cannot use a GPU with this number on {host.name}. Every host uses the "
+        "GPUs with the numbers in --devices.",
         seen=error.seen,
-        allowed=error.allowed,
-        next_step="use numbers that are allowed on every host, or remove --devices, so that "
-        "Workbench chooses the GPUs",
+        allowed=f"{error.allowed} (on {host.name})",
+        next_step=f"{step}, or remove --devices, so that Workbench chooses the GPUs",
         code="WB-PLAN-187",
     )

@@ -275,8 +275,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and ports that are "
             "open",
-            next_step="change or remove --listen; set --ports to ports that the firewall allows; "
-            "`workbench doctor --on HOST` checks the connection",
+            next_step="give such an address with --listen, and ports that the firewall allows with "
+            "--ports; `workbench doctor --on HOST` checks the connection",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")
@@ -287,11 +287,15 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             next_step=f"change ssh's settings until `ssh {host} true` works without a password",
             code="WB-CLUSTER-079",
         )
+    tries = {
+        "ssh": f"ssh {host} true", "srun": "srun hostname", "mpiexec": "mpiexec -n 2 hostname"
+    }  # fmt: skip
+    command = tries.get(program, f"scontrol show {host}")  # Slurm's job 42
     return ClusterError(
         f"{what} ended before an engine could be started.",
         seen=f"exit code {code}: {last}" if code is not None else last,
-        next_step="run the launcher's command in a terminal; docs/clusters-of-machines.md has "
-        "examples",
+        next_step=f"remove this cause, and start the cluster again; if the cause is not clear, run "
+        f"`{command}` in a terminal",
         code="WB-CLUSTER-063",
     )
 

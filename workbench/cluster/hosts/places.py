@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import signal
@@ -153,12 +154,16 @@ class HostedEngines:
             return ClusterError(
                 f"The job did not begin within {waited_s:.0f} s, so Workbench cancelled it.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
-                next_step="wait longer: --start-timeout 2h; `squeue` shows the waiting jobs",
+                next_step=f"wait longer: --start-timeout {math.ceil(waited_s / 1800)}h; `squeue` "
+                "shows the waiting jobs",
                 code="WB-CLUSTER-066",
             )
         names = ", ".join(one.name for one in self.agents.living) or "none"
+        what = "ranks of mpiexec" if self._settings.launcher == MPI else "hosts"
         return ClusterError(
-            f"Only {found} of {wanted or 'all'} hosts answered within {waited_s:.0f} s.",
+            f"Only {found} of {wanted} {what} answered within {waited_s:.0f} s."
+            if wanted
+            else f"Not all hosts answered within {waited_s:.0f} s.",
             seen=names,
             next_step="check whether a firewall blocks connections from the hosts to this machine "
             "(--ports, --listen), or run `workbench doctor --on HOST`",

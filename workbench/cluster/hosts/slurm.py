@@ -70,15 +70,16 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run `squeue` to see whether Slurm answers; if `squeue` lists this "
-                "job, cancel the job",
+                next_step="run `squeue -u $USER`; if it lists a new job named workbench, end the "
+                "job with scancel, because no notebook waits for it; then start the cluster again",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:
             raise ClusterError(
                 "Slurm refused the job.",
                 seen=done.stderr.strip() or f"exit code {done.returncode}",
-                next_step="run `sinfo` to see the partitions and their limits",
+                next_step="change the option that Slurm names; `sinfo` shows the partitions and "
+                "their limits, and `sacctmgr show assoc` shows the accounts",
                 code="WB-CLUSTER-065",
             )
         self.job = done.stdout.strip().partition(";")[0]
@@ -165,7 +166,8 @@ class Sbatch:
             "CANCELLED": "the job was cancelled (scancel)",
             "PREEMPTED": "another job needed this job's nodes",
             "NODE_FAIL": "one of the job's nodes failed",
-            "OUT_OF_MEMORY": "the job needed more memory than --mem allows",
+            "OUT_OF_MEMORY": "the job needed more memory than it got; the setting for more "
+            "is --launcher-option mem=SIZE",
         }.get(self._state, f"reason {reason}" if reason != "None" else "")
         return self._state + (f": {end}" if end else "")
 

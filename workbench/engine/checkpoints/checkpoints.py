@@ -469,7 +469,8 @@ class Writer:
                 raise RunError("another worker could not write its part", code="WB-RUN-005")
             if clock() > end_s or self._leaving.is_set():
                 raise RunError(
-                    f"{missing[0].name} did not write its part in time", code="WB-RUN-006"
+                    f"{missing[0].name} did not write its part within {PARTS_S:g} s",
+                    code="WB-RUN-006",
                 )
             self._leaving.wait(POLL_S)
 

@@ -118,9 +118,9 @@ def encode(
         kind = _kind(value)
         if kind is None:
             raise FitError(
-                "A checkpoint cannot store this part of the state.",
-                seen=f"{path}: {type(value).__name__}",
+                f"A checkpoint cannot store {path}: {type(value).__name__} is not an allowed type.",
                 allowed="numbers, strings, tensors, arrays, and lists and dicts of these values",
+                next_step="convert this value in state_dict(), or train without --checkpoint",
                 code="WB-FIT-001",
             )
         if isinstance(value, Mapping):

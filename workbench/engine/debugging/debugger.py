@@ -80,7 +80,10 @@ class Debugger(pdb.Pdb):
         if word is not None and self._means_variable(word, line):
             line = "!" + line
         elif word in _NOT_HERE:
-            self.error(f"`{word}` needs a terminal, which engines do not have")
+            why = "needs a terminal, which engines do not have"
+            if word in ("run", "restart"):
+                why = "cannot restart a cell: leave the debugger with `q`, then run the cell again"
+            self.error(f"`{word}` {why}")
             return False
         done = super().onecmd(line)
         if self.interrupted:
@@ -322,7 +325,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
         reason = "this rank is already paused"
     raise RunError(
         f"{name} cannot read an answer here: {reason}.",
-        seen=str(prompt),
+        seen=str(prompt) or None,
         next_step=f"call {name} in a cell without %%distributed, then copy the value to the "
         "engines with %push",
         code="WB-RUN-004",

@@ -295,6 +295,7 @@ def _name_cells_in_warnings(numbers: Callable[[], Mapping[str, int]]) -> None:
 
 
 SHARED = "/dev/shm"
+_ON_CPU = "run %cluster stop, then %cluster start --devices cpu"
 _NO_ROOM_BYTES = 64 << 10
 """With less free space than this, a place counts as full."""
 
@@ -372,13 +373,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Target (-?\d+) is out of bounds",
-        "class {0} needs its own output: the last layer has too few outputs, or the labels "
-        "do not begin at 0",
+        "label {0} has no output: give the last layer more outputs, or number the labels from 0",
     ),
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
-        "class {0} needs its own output: the last layer has {1} outputs, for class numbers "
-        "below {1}; give this layer more outputs, or number the labels from 0",
+        "label {0} has no output, because the last layer has outputs only for labels below {1}: "
+        "give this layer more outputs, or number the labels from 0",
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
@@ -397,7 +397,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Found dtype Double but expected Float|expected .*Float but (?:found|got) Double"
         r"|must have the same dtype, but got Double and Float",
-        "the data is float64, as in NumPy, but the model is float32: x = x.float()",
+        "x or y is float64, as in NumPy, but the model is float32: x = x.float() or y = y.float()",
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
@@ -423,7 +423,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
         "CUDA sees no GPU: run nvidia-smi where the engine runs, check CUDA_VISIBLE_DEVICES, then "
-        "run %cluster restart. To train without a GPU, run %cluster start --devices cpu",
+        f"run %cluster restart. To train without a GPU, {_ON_CPU}",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
@@ -449,23 +449,23 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"device-side assert",
         "a GPU operation received a value out of range: most often a class label or the index of "
         "an embedding. Print y.min(), y.max() and the number of classes. After this error the "
-        "engine cannot use its GPU any more. To see the line that failed, run the cell once with "
-        "--devices cpu, or set CUDA_LAUNCH_BLOCKING=1 before you start the cluster",
+        "engine cannot use its GPU any more. To see the line that failed, run the cell on the CPU "
+        f"({_ON_CPU}), or set CUDA_LAUNCH_BLOCKING=1 before you start the cluster",
     ),
     (
         r"Duplicate GPU detected",
         "two workers share one GPU, which NCCL does not allow: use as many workers as there are "
-        "GPUs (-n), or --devices cpu",
+        f"GPUs (-n), or train on the CPU: {_ON_CPU}",
     ),
     (
         r"no kernel image is available",
         "the installed torch does not support this GPU: install another build of torch "
-        "(https://pytorch.org/get-started/locally), or use --devices cpu",
+        f"(https://pytorch.org/get-started/locally), or train on the CPU: {_ON_CPU}",
     ),
     (
         r"driver version is insufficient|NVIDIA driver on your system is too old",
         "the GPU's driver is too old for this framework's CUDA: update the driver, install a wheel "
-        "for an older CUDA, or use --devices cpu",
+        f"for an older CUDA, or train on the CPU: {_ON_CPU}",
     ),
     (
         r"CUDA_ERROR_ALREADY_MAPPED|resource already mapped",
@@ -509,8 +509,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "read the error of the rank that closed the connection. If that rank shows no error, it "
-        "took fewer steps than the others: all ranks must take the same number of steps",
+        "another rank closed the connection: read the errors of the other ranks. If there are "
+        "none, a rank took fewer steps: all ranks must take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
@@ -519,7 +519,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Trying to backward through the graph a second time",
-        "compute the loss again before each backward(), or call backward() on the sum of losses",
+        "compute the loss again before each backward(); for two losses, use (a + b).backward()",
     ),
     (
         r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
@@ -529,7 +529,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"(?:loss|linear|conv\w*)\(\): argument 'input' .+ must be Tensor, not NoneType",
-        "the model returned nothing: end its forward() with `return`",
+        "the model, or a layer in it, returned nothing: end its forward() with `return`",
     ),
     (
         r"before Module\.__init__\(\) call",
@@ -539,7 +539,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED} is too small for the batches of a DataLoader's worker processes. "
+        f"{SHARED} cannot hold the batches of a DataLoader's worker processes. "
         "Use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
         f"{SHARED} (docker run --shm-size=2g)",
     ),

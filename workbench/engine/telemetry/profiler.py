@@ -111,8 +111,8 @@ class Window:
         if step >= self.stop:  # several steps at once (steps_per_execution) went past the window
             self._done = True
             self._note(
-                f"No profile: steps {self.start} to {self.stop - 1} were over before the profiler "
-                "could start."
+                f"No profile: the training was already at step {step}, so the steps of --profile "
+                f"{self.start}:{self.stop} were over. Use --profile with later or more steps."
             )
             return False
         try:
@@ -209,11 +209,11 @@ def install(run: RunContext) -> None:
 def check_profile(run: RunContext, total_steps: int) -> None:
     """Raise FitError if training ends before the first step to be profiled."""
     if run.spec.profile and run.spec.profile[0] >= run.trained + total_steps:
-        start, stop = run.spec.profile
+        (start, stop), end = run.spec.profile, run.trained + total_steps
         raise FitError(
             "This training ends before the first step of --profile.",
-            seen=f"--profile {start}:{stop}, but the training has {total_steps} steps",
-            allowed=f"0 to {total_steps}",
-            next_step=f"use --profile {max(0, total_steps - 5)}:{total_steps}",
+            seen=f"--profile {start}:{stop}, but the training's last step is step {end - 1}",
+            allowed=f"a first step from {run.trained} to {end - 1}",
+            next_step=f"use --profile {max(run.trained, end - 5)}:{end}",
             code="WB-FIT-013",
         )

@@ -106,7 +106,8 @@ def names(devices: Sequence[str]) -> list[str]:
             "In TensorFlow, each replica needs its own GPU.",
             seen=", ".join(devices),
             allowed="a GPU for each replica",
-            next_step=f"use -n {len(set(devices))}, or %cluster start --devices cpu",
+            next_step=f"use -n {len(set(devices))}, or run %cluster stop, then %cluster start "
+            "--devices cpu",
             code="WB-CLUSTER-049",
         )
     return [f"{_type(device)}:{number}" for number, device in enumerate(devices)]
@@ -176,10 +177,12 @@ def _unseen(device: str, found: int) -> ClusterError:
     built = "is built with CUDA" if tf.test.is_built_with_cuda() else "is built without CUDA"
     return ClusterError(
         "TensorFlow does not see this worker's GPU.",
-        seen=f"{device}; TensorFlow {tf.__version__} {built} and sees {found} GPUs",
+        seen=f"{device}; TensorFlow {tf.__version__} {built} and sees {found} GPU"
+        + ("" if found == 1 else "s"),
         allowed="GPUs that TensorFlow can use",
-        next_step="pip install 'tensorflow[and-cuda]' in the engines' Python (TensorFlow's CUDA "
-        "libraries may be missing), or %cluster start --devices cpu",
+        next_step="TensorFlow's CUDA libraries may be missing: run %pip install "
+        "'tensorflow[and-cuda]', then %cluster restart. To train on the CPU, run %cluster stop, "
+        "then %cluster start --devices cpu",
         code="WB-CLUSTER-053",
     )
 

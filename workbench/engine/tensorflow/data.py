@@ -76,7 +76,12 @@ class StreamSource(Source):
             yield Share(slice_batch(batch, *held), stop - start, total, step, epoch)
         if empty:
             raise FitError(
-                "The data set returned no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
+                "The data set returned no sample.",
+                seen=f"{type(self.data).__name__}, epoch {epoch}",
+                next_step="make the data set begin again in each epoch, or pass epochs=1"
+                if epoch
+                else None,
+                code="WB-FIT-031",
             )
 
     def _batches(self) -> Iterator[Any]:
@@ -106,6 +111,7 @@ def batch_length(batch: Any) -> int:
         raise FitError(
             "A batch must contain an array with the samples as its first dimension.",
             seen=type(batch).__name__,
+            next_step="return batches (x, y) with one row of x and of y for each sample",
             code="WB-FIT-032",
         )
     return len(leaves[0])
@@ -141,7 +147,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if isinstance(data, keras.utils.PyDataset):
         _not_empty(len(data), data)
         size = batch_length(tf.nest.map_structure(np.asarray, data[0]))
-        _same_batch(size, batch_size)
+        _same_batch(size, batch_size, f"let the PyDataset return batches of {batch_size}")
         return StreamSource(data, size, len(data))
     if batch_size is None:
         raise FitError(
@@ -173,7 +179,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
 def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource:
     made = batched(data)
     if made is not None:
-        _same_batch(made, batch_size)
+        _same_batch(made, batch_size, f"use data.unbatch().batch({batch_size})")
     elif batch_size is None:
         raise FitError(
             "batch_size is missing: the tf.data.Dataset is not batched.",
@@ -199,12 +205,12 @@ def batched(data: Any) -> int | None:
     return batched(inputs[0]) if len(inputs) == 1 else None
 
 
-def _same_batch(made: int, asked: int | None) -> None:
+def _same_batch(made: int, asked: int | None, other_way: str) -> None:
     if asked not in (None, made):
         raise FitError(
             "The data set is already divided into batches of another size.",
             seen=f"batches of {made}, batch_size={asked}",
-            next_step=f"remove batch_size, or use data.unbatch().batch({asked})",
+            next_step=f"remove batch_size, or {other_way}",
             code="WB-FIT-039",
         )
 

@@ -23,12 +23,20 @@ def build_module(model: Any) -> Any:
         built = model()
     if isinstance(built, keras.Model) and not isinstance(model, type):
         return built
+    if isinstance(model, type):
+        seen, step = f"class {model.__name__}", f"make an object: model = {model.__name__}(...)"
+    elif built is not model:
+        seen, step = (
+            f"a function that returned {type(built).__name__}",
+            "end the function with `return model`",
+        )
+    else:
+        seen, step = type(built).__name__, "build a model, for example with keras.Sequential"
     raise FitError(
         "The model is not a Keras 3 model.",
-        seen=foreign(built)
-        or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
+        seen=foreign(built) or seen,
         allowed="a keras.Model, or a function without arguments that returns a model",
-        next_step=_REBUILD.get(foreign(built), "pass the model itself: wb.fit(model, ...)"),
+        next_step=_REBUILD.get(foreign(built), step),
         code="WB-FIT-042",
     )
 

@@ -95,7 +95,8 @@ def setup(spec: RunSpec) -> None:
             "Keras uses another framework on this engine.",
             seen=f"KERAS_BACKEND={keras.backend.backend()}",
             allowed="tensorflow",
-            next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
+            next_step="run os.environ['KERAS_BACKEND'] = 'tensorflow' in the notebook, then "
+            "%cluster restart",
             code="WB-CLUSTER-027",
         )
     if spec.mode == "run" and os.environ.get("TF_CONFIG"):

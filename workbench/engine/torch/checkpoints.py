@@ -66,9 +66,10 @@ class _IndexUnpickler(pickle.Unpickler):
             return _member
         if name not in _ALLOWED.get(module, ()):
             raise RunError(
-                "Workbench does not read this checkpoint: its index contains unexpected objects.",
+                "Workbench does not read this checkpoint: its index contains an object that could "
+                "run code.",
                 seen=f"{module}.{name}",
-                next_step="use checkpoints from a source that you trust",
+                next_step="use a checkpoint that Workbench wrote, from a source that you trust",
                 code="WB-RUN-030",
             )
         return super().find_class(module, name)

@@ -207,7 +207,10 @@ class StreamSource(Source):
         if empty:
             raise FitError(
                 "The data set returned no sample.",
-                seen=type(self.loader.dataset).__name__,
+                seen=f"{type(self.loader.dataset).__name__}, epoch {epoch}",
+                next_step="make __iter__ return a new iterator in each epoch"
+                if epoch
+                else "make the data set return at least one batch on each worker",
                 code="WB-FIT-048",
             )
 
@@ -341,8 +344,10 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
     if not isinstance(size, int):
         raise FitError(
             "The DataLoader must have a batch_size.",
-            seen=type(loader.batch_sampler or loader.sampler).__name__,
-            next_step="DataLoader(..., batch_size=64)",
+            seen="batch_size=None"
+            if loader.batch_sampler is None
+            else f"a batch_sampler of type {type(loader.batch_sampler).__name__}",
+            next_step="use DataLoader(..., batch_size=64) without batch_sampler",
             code="WB-FIT-051",
         )
     if isinstance(loader.dataset, IterableDataset):
@@ -375,7 +380,8 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
     if not order.steps_per_epoch:
         raise FitError(
             "The loader drops its only batch, which is smaller than the batch size.",
-            seen=f"{order.samples} samples, batch size {size}, drop_last=True",
+            seen=f"samples: {order.samples}, batch size: {size}, drop_last=True",
+            next_step="use a smaller batch size, or drop_last=False",
             code="WB-FIT-053",
         )
     return _indexed(dataset, order, loader)

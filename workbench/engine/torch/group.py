@@ -590,9 +590,8 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
         seen=f"world_size={size}, rank={rank}",
         allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker, or a call "
         "without world_size and rank: both values are in the environment",
-        next_step="remove both arguments"
-        if size == spec.world_size
-        else f"remove both arguments, or run the cell on {size} workers: %%distributed -n {size}",
+        next_step="remove both arguments, and the lines that set RANK or WORLD_SIZE"
+        + ("" if size == spec.world_size else f"; or start the cell with -n {size}"),
         code="WB-CLUSTER-032",
     )
 

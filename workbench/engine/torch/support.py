@@ -255,9 +255,9 @@ def build_module(model: Any) -> torch.nn.Module:
     if isinstance(model, type) or not isinstance(built, torch.nn.Module):
         raise FitError(
             "The model is not a torch.nn.Module.",
-            seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
+            seen=f"class {model.__name__}" if isinstance(model, type) else type(built).__name__,
             allowed="a module, or a function without arguments that returns a module",
-            next_step="pass a module object: model = Net(), then wb.fit(model, ...)",
+            next_step="pass a module (model = Net()), or end the function with `return model`",
             code="WB-FIT-059",
         )
     if isinstance(built, torch.nn.parallel.DistributedDataParallel):
@@ -285,9 +285,9 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         if strange:
             raise FitError(
                 "`optimizer` contains parameters that do not belong to the model.",
-                seen=f"{len(strange)} parameters that are not in the model",
-                next_step="build the optimizer from this model, or pass a function of the "
-                "parameters: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                seen=f"parameters that are not in the model: {len(strange)}",
+                next_step="build the optimizer from this model's parameters; wb.fit also takes a "
+                "function: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
                 code="WB-FIT-062",
             )
     elif not callable(optimizer):
@@ -307,7 +307,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise FitError(
             "wb.fit cannot call ReduceLROnPlateau.step(), which needs a metric such as the loss.",
-            next_step="call the scheduler's step() in a callback: on_epoch_end(epoch, logs)",
+            next_step="remove `scheduler`; call its step(loss) in a callback's on_epoch_end",
             code="WB-FIT-064",
         )
     if isinstance(scheduler, LRScheduler):

@@ -101,7 +101,7 @@ def fit(
     fit_arguments.check_supported(
         context.entry, "fit", (name for name, value in used.items() if value)
     )
-    chosen = fit_arguments.check_objective(loss, step_fn, metrics)
+    chosen = fit_arguments.check_objective(loss, step_fn, metrics, context.spec.framework)
     fit_arguments.check_extras(clip_norm, accumulate, precision, eval_every, eval_data)
     hooks = fit_arguments.Callbacks.of(callbacks)
     counts = fit_arguments.check_counts(context, batch_size, epochs, steps, seed)
@@ -192,7 +192,7 @@ def _sources(
     evaluation = None
     if eval_data is not None:
         evaluation = make(eval_data, source.batch_size, seed=counts.seed, shuffle=False)
-    for each in (source, evaluation):
+    for name, each in (("data", source), ("eval_data", evaluation)):
         sample = each.peek() if each is not None else None
         if (
             paired
@@ -201,9 +201,11 @@ def _sources(
         ):
             raise FitError(
                 "`loss(output, y)` needs batches that are pairs (x, y).",
-                seen=f"{type(sample).__name__}"
+                seen=f"batches of `{name}`: {type(sample).__name__}"
                 + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""),
-                next_step="pass step_fn=lambda model, batch: ... instead of loss",
+                next_step="pass step_fn=lambda model, batch: ... instead of loss"
+                if name == "data"
+                else "make the batches of `eval_data` pairs (x, y), like the batches of `data`",
                 code="WB-FIT-007",
             )
     return source, evaluation

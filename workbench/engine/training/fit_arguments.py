@@ -103,7 +103,15 @@ def check_batch(batch_size: int, context: RunContext) -> None:
         )
 
 
-def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable[..., Any]]:
+_LOSSES = {
+    "torch": "loss=torch.nn.CrossEntropyLoss()",
+    "tensorflow": "loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)",
+}
+
+
+def check_objective(
+    loss: Any, step_fn: Any, metrics: Any, framework: str
+) -> dict[str, Callable[..., Any]]:
     """Check that either `loss` or `step_fn` is given, but not both; return the metrics.
 
     Raises:
@@ -113,10 +121,11 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
         raise FitError(
             "No loss was given."
             if loss is None
-            else "The arguments `loss` and `step_fn` cannot be used together.",
+            else "The arguments `loss` and `step_fn` cannot be used together, because step_fn "
+            "computes the loss itself.",
             seen="neither `loss` nor `step_fn`" if loss is None else "both `loss` and `step_fn`",
             allowed="loss(output, y) for batches that are pairs, or step_fn(model, batch) -> loss",
-            next_step="pass loss=torch.nn.CrossEntropyLoss()"
+            next_step=f"pass {_LOSSES[framework]}"
             if loss is None
             else "remove one of the two arguments",
             code="WB-FIT-017",
@@ -124,10 +133,13 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     for name, value in (("loss", loss), ("step_fn", step_fn)):
         if value is not None and (not callable(value) or isinstance(value, type)):
             raise FitError(
-                f"`{name}` must be a function that can be called on a batch.",
+                f"`{name}` must be a function "
+                f"({'output, y' if name == 'loss' else 'model, batch'}) -> loss.",
                 seen=value,
                 next_step=f"make an instance: {value.__name__}()"
                 if isinstance(value, type)
+                else f"pass a function, such as {_LOSSES[framework]}"
+                if name == "loss"
                 else None,
                 code="WB-FIT-018",
             )
@@ -216,20 +228,27 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
             "keras": "model.fit",
             "loop": "your own loop",
         }
+        able = [e.name for e in catalog.strategies(entry.framework) if way in e.ways]
+        allowed = [words[other] for other in entry.ways]
         raise FitError(
             f"Strategy {entry.name} cannot be used with {words[way]}.",
             seen=words[way],
-            allowed=", ".join(words[other] for other in entry.ways),
-            next_step=f"use {words[entry.ways[0]]}",
+            allowed=", ".join(allowed),
+            next_step=f"use {' or '.join(allowed)} instead of {words[way]}"
+            + (f", or another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-026",
         )
     missing = sorted(set(used) - entry.supports)
     if missing:
-        named = ", ".join(_EXPLAINED.get(one, one) for one in missing)
+        named = [_EXPLAINED.get(one, one) for one in missing]
+        able = [
+            e.name for e in catalog.strategies(entry.framework) if e.supports.issuperset(missing)
+        ]
         raise FitError(
-            f"Strategy {entry.name} does not support {named}.",
+            f"Strategy {entry.name} does not support {', '.join(named)}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
-            next_step="change the call, or choose another strategy: wb.strategies()",
+            next_step=f"call wb.fit without {' and '.join(named)}"
+            + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
         )
 

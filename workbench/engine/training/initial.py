@@ -50,6 +50,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str]:
         raise RunError(
             "This engine cannot read the weights of the run given to --init-from.",
             seen=str(error),
+            next_step="if this engine is on another host, make the run's folder readable there",
             code="WB-RUN-010",
         ) from error
     names = {name for name in written if name.endswith(".npz")}

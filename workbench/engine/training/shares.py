@@ -191,8 +191,8 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
             return shards
     raise FitError(
         "With this value of `skew`, at least one worker has no sample.",
-        seen=f"skew={alpha:g}, {len(labels)} samples of {len(np.unique(labels))} classes over "
-        f"{workers} workers",
+        seen=f"skew={alpha:g}, samples: {len(labels)}, classes: {len(np.unique(labels))}, "
+        f"workers: {workers}",
         next_step="use a higher `skew`, which divides the classes more evenly, or fewer workers",
         code="WB-FIT-030",
     )

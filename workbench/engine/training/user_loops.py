@@ -70,7 +70,8 @@ def prepare(
             + ", ".join(type(one).__name__ for one in more),
             allowed="wb.prepare(model, optimizer, loader, keep=[...])",
             next_step="call schedulers in the loop as before; if checkpoints must contain them, "
-            "pass keep=[scheduler]; use the loader of the test data without wb.prepare",
+            "pass keep=[scheduler]; use the loader of the test data without wb.prepare; for a "
+            "second model, call wb.prepare(model, optimizer) again",
             code="WB-FIT-191",
         )
     fit_arguments.check_supported(context.entry, "prepare", ())
@@ -99,14 +100,23 @@ def _prepare_another(
     context: RunContext, model: Any, optimizer: Any, loader: Any, keep: Sequence[Any]
 ) -> Any:
     """Prepare a further pair of model and optimizer of a loop."""
-    if context.taken_over != "wb.prepare" or loader is not None or keep:
+    after_fit = context.taken_over != "wb.prepare"
+    if after_fit or loader is not None or keep:
         raise FitError(
-            "This cell already trains.",
-            seen="a second wb.prepare with `loader` or `keep`"
-            if loader is not None or keep
-            else "wb.prepare after wb.fit",
-            allowed="one loop in a cell; `loader` and `keep` only in the first wb.prepare",
-            next_step="for other models of the loop use wb.prepare(model, optimizer); put a second "
+            "wb.fit has already trained in this cell, and wb.prepare cannot follow wb.fit in a "
+            "cell."
+            if after_fit
+            else "This cell has already called wb.prepare. Another wb.prepare can only add a model "
+            "to the same loop.",
+            seen="wb.prepare after wb.fit"
+            if after_fit
+            else "a second wb.prepare with `loader` or `keep`",
+            allowed="wb.prepare in a cell without wb.fit"
+            if after_fit
+            else "one loop in a cell; `loader` and `keep` only in the first wb.prepare",
+            next_step="put this loop into its own cell"
+            if after_fit
+            else "for another model of the loop, call wb.prepare(model, optimizer); put a second "
             "loop into its own cell",
             code="WB-FIT-009",
         )

@@ -155,7 +155,10 @@ def look_up(store: Store, server: int, role: str = "link") -> dict[str, Any]:
         return json.loads(store.get(f"{role}/{server}"))  # type: ignore[no-any-return]
     except RuntimeError as error:  # torch's stores raise subclasses of it
         raise LinkError(
-            f"Server s{server} did not start.", seen=str(error).splitlines()[0], code="WB-RUN-012"
+            f"Server s{server} did not start.",
+            seen=str(error).splitlines()[0],
+            next_step="%cluster logs shows the output of all engines",
+            code="WB-RUN-012",
         ) from error
 
 
@@ -180,8 +183,11 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
             sock.close()
     if way in ("unix", "shared_memory"):
         raise LinkError(
-            f"A link of type `{way}` needs the worker and the server on the same host.",
-            seen=about["host"],
+            f"A link of type `{way}` needs the worker and the server on the same host, without a "
+            "container between them.",
+            seen="the worker cannot open the server's socket"
+            if near
+            else "the server is on another host, or has no Unix socket",
             next_step="use -o link=tcp or -o link=auto",
             code="WB-RUN-013",
         )

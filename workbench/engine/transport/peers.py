@@ -97,7 +97,9 @@ class Doorway:
             missing = sorted(set(awaited) - set(sockets))
             raise LinkError(
                 "Some workers on this host did not connect to this worker.",
-                seen=missing,
+                seen=f"no connection from ranks {missing}",
+                next_step="read the errors of these ranks; %cluster logs shows the output of all "
+                "engines",
                 code="WB-RUN-016",
             ) from error
         other = prove_server(sock, key)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -132,6 +133,7 @@ class ChildRun:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
+        end = time.monotonic() + timeout_s
         alarm = threading.Timer(timeout_s, process.kill)
         alarm.daemon = True
         alarm.start()
@@ -145,10 +147,13 @@ class ChildRun:
             alarm.cancel()
             alarm.join()
         if not line:
+            late = time.monotonic() >= end
             said = self._last_words()
             self._close(0.0)
             raise RunError(
-                f"W&B's process ended, or did not answer within {timeout_s:g} s ({what}). {said}",
+                f"W&B did not answer the request `{what}` within {timeout_s:g} s. {said}"
+                if late
+                else f"W&B's process ended at the request `{what}`. {said}",
                 code="WB-RUN-121",
             )
         answer: dict[str, Any] = json.loads(line)

@@ -298,10 +298,7 @@ class Healer:
             why = outcome.how if outcome.status == "died" else outcome.words
             why = why if halted_s is None else f"it {silence.halted_words(halted_s)}"
             self.failed.append(f"{self._run.called(engine)}: {why}")
-            self._run.note(
-                f"The new engine that replaces {self._run.called(engine)} could not join the "
-                f"run: {why}"
-            )
+            self._run.note(f"{self._run.called(engine)} could not join the run: {why}")
         if outcome.status == "died" and not self._over:
             self.begin_replacing(engine)
         return death
@@ -577,7 +574,8 @@ class Healer:
                 log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
             if not self._over:
-                self._run.note(f"No new engine could replace the dead engine {engine}: {error}")
+                who = self._run.called(engine)
+                self._run.note(f"The run continues without {who}, which could not start: {error}")
 
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:

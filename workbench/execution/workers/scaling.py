@@ -57,7 +57,7 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
         task.over.wait(LOOK_S)
     if mender.failed or mender.target is not None:
         raise RunError(
-            f"The run has {len(mender.members)} workers instead of {workers}.",
+            f"The number of workers is {len(mender.members)} instead of {workers}.",
             seen="; ".join(mender.failed) or "the run ended earlier",
             code="WB-RUN-147",
         )
@@ -131,9 +131,9 @@ def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
     free, _ = memory()
     if more * each > free:
         raise RunError(
-            "There is too little memory for more workers.",
-            seen=f"{more} more workers, {each / 1e6:.0f} MB each; {free / 1e6:.0f} MB are free",
-            allowed=f"at most {free // each} more workers",
+            "This machine has too little memory for so many workers.",
+            seen=f"workers to add: {more}, {each / 1e6:.0f} MB each; free: {free / 1e6:.0f} MB",
+            allowed=f"workers to add: at most {free // each}",
             next_step="call run.scale(n) with a smaller n, or free some memory",
             code="WB-RUN-151",
         )
@@ -145,6 +145,7 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
         raise RunError(
             "This notebook cannot change the workers of this run.",
             seen="the run has ended, has not begun, or belongs to another notebook",
+            next_step="call run.scale in the notebook that started the run, while the run trains",
             code="WB-RUN-148",
         )
     return task, task.mender

@@ -109,10 +109,14 @@ def what_if(
         return _alone(history, table, k)
     table = table.only(table.complete)
     if not len(table.step):
+        chosen = first is not None or last is not None
         raise RunError(
-            "run.what_if cannot compute anything yet: no step is complete on all workers.",
-            seen=f"steps {first} to {last}" if first is not None or last is not None else None,
-            next_step="wait for the run's first steps",
+            f"run.what_if cannot compute anything: {'none of these' if chosen else 'no'} step"
+            f"{'s' * chosen} is stored and complete on all workers.",
+            seen=f"first={first}, last={last}" if chosen else None,
+            next_step="use other values for `first` and `last`, or leave them out"
+            if chosen
+            else "if the run still trains, wait for its first steps",
             code="WB-RUN-046",
         )
     piped = np.isfinite(table.bubble_s).all()
@@ -232,7 +236,7 @@ def _alone(history: RunHistory, table: Table, k: int) -> WhatIf:
     if not np.isfinite(table.step_s).any(axis=0).all():
         raise RunError(
             "At least one worker has not completed a step yet.",
-            next_step="wait until every worker has completed a step",
+            next_step="if the run still trains, wait until every worker has completed a step",
             code="WB-RUN-048",
         )
     spent = np.nansum(table.step_s, axis=0)

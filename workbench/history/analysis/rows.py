@@ -421,9 +421,9 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "Workbench estimates the batch with which several workers are faster. The estimate assumes "
-    "that the time for compute and data grows with the batch, and that the time for waiting and "
-    "communication stays the same."
+    "Workbench estimates the batch with which several workers are faster than one. The estimate "
+    "assumes that the time for compute and data grows with the batch, and that the time for "
+    "waiting and communication stays the same."
 )
 
 

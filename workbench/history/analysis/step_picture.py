@@ -119,8 +119,8 @@ def _rows(
     """Return the step's number and its rows, by rank."""
     if not len(steps):
         raise RunError(
-            "The run has not completed a step yet.",
-            next_step="wait for the run's first step",
+            "The run has not completed a step.",
+            next_step="if the run still trains, wait for its first step",
             code="WB-RUN-043",
         )
     if step is None and not history.joined:

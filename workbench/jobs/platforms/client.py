@@ -302,8 +302,8 @@ def needed(folder: Path, name: str, on: str) -> Path:
     if not (folder / name).is_file():
         raise PlanError(
             f"The job folder does not contain {name}, which {on} needs.",
-            seen=str(folder),
-            allowed=", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
+            seen=f"{folder}, with the files: "
+            + ", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
             next_step=f"run wb.submit(plan, on={on!r}): it makes a job folder that has this file",
             code="WB-PLAN-241",
         )

@@ -61,8 +61,8 @@ class Ray:
         options = ["--no-wait", "--submission-id", job, "--working-dir", str(folder),
                    "--runtime-env", str(folder / "ray-env.yaml")]  # fmt: skip
         must([*self._words(self.address, "submit"), *options, "--", "python", "run_ray.py"],
-             "Ray refused the job.", "run `ray job list` to see the jobs", cwd=folder,
-             timeout_s=COPY_S)  # fmt: skip
+             "Ray refused the job.", "solve the problem that Ray reports, then submit again",
+             cwd=folder, timeout_s=COPY_S)  # fmt: skip
         return Ticket(self.name, job, str(folder), time.time(), {"address": self.address})
 
     def _words(self, address: str, what: str) -> list[str]:
@@ -101,7 +101,7 @@ class Ray:
         """Stop the job."""
         said = self._ask(ticket, "stop", "--no-wait")
         if said.code and "does not exist" not in said.err + said.out:
-            _lost("Ray", said)
+            _lost("Ray", said, "did not cancel the job")
 
     def place(self, ticket: Ticket) -> list[str]:
         """Return the command that prints the job's log line by line."""
@@ -112,14 +112,16 @@ class Ray:
 _LISTS = {"Ray": "ray job list", "Kubernetes": "kubectl get trainjobs", "SkyPilot": "sky status"}
 
 
-def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
+def _lost(
+    platform: str, said: Said, what: str = "does not report the job's state", *, gone: bool = False
+) -> JobState:
     """Return that the platform does not know the job; ClusterError if the client failed."""
     if gone:
         return JobState("unknown", said.words.splitlines()[-1], gone=True)
     raise ClusterError(
-        f"{platform} does not report the job's state.",
+        f"{platform} {what}.",
         seen=said.words,
-        next_step=f"make sure that `{_LISTS[platform]}` works in a terminal",
+        next_step=f"make sure that `{_LISTS[platform]}` works in a terminal, then try again",
         code="WB-CLUSTER-093",
     )
 
@@ -209,7 +211,7 @@ class Kubernetes:
         said = self._ask(ticket, "delete", "trainjob", ticket.id, "--wait=false",
                          "--ignore-not-found")  # fmt: skip
         if said.code:
-            _lost("Kubernetes", said)
+            _lost("Kubernetes", said, "did not cancel the job")
 
     def place(self, ticket: Ticket) -> list[str]:
         """Return the command for rank 0's log; it names the pod if the pod exists."""
@@ -273,8 +275,9 @@ class SkyPilot:
         job = f"wb-{legal_name(read_job(folder).name)[:20]}-{secrets.token_hex(3)}"
         secret = [word for name in resources.secrets for word in ("--secret", name)]
         must(["sky", "launch", "-y", "-d", "--async", "-c", job, *secret, "sky.yaml"],
-             "SkyPilot refused the job.", "run `sky check` to see which clouds work", cwd=folder,
-             timeout_s=COPY_S)  # fmt: skip
+             "SkyPilot refused the job.",
+             "solve the problem that SkyPilot reports; `sky check` shows which clouds work",
+             cwd=folder, timeout_s=COPY_S)  # fmt: skip
         return Ticket(self.name, job, str(folder), time.time())
 
     def state(self, ticket: Ticket) -> JobState:
@@ -298,7 +301,7 @@ class SkyPilot:
             return _lost("SkyPilot", said)
         if not clusters:  # its request may still run
             fresh = time.time() - ticket.submitted_s < 300.0
-            words = f"SkyPilot has no cluster {ticket.id}"
+            words = f"SkyPilot has no cluster {ticket.id}{' yet' * fresh}"
             return JobState("pending" if fresh else "unknown", words, gone=not fresh)
         return JobState("pending", f"cluster {clusters[0].get('status', '')}")
 

@@ -103,8 +103,8 @@ class Local:
             raise ClusterError(
                 "This machine has fewer GPUs than requested.",
                 seen=f"gpus_per_node={resources.gpus_per_node}",
-                allowed=f"at most {found} GPUs",
-                next_step="use another platform, or gpus_per_node=0",
+                allowed=f"gpus_per_node={found} or less",
+                next_step=f"use gpus_per_node={found}, or another platform",
                 code="WB-CLUSTER-095",
             )
 
@@ -116,7 +116,8 @@ class Local:
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(folder / "job.log"),
                   str(folder / "job.exit"), *command]  # fmt: skip
         before = runs_before(folder)
-        pid = must(keeper, "The job could not be started.", "check the job folder", cwd=folder)
+        step = "make sure that you can write files into the job folder"
+        pid = must(keeper, "The job could not be started.", step, cwd=folder)
         began = time.time()
         with contextlib.suppress(psutil.Error):  # the process may be over
             began = psutil.Process(int(pid)).create_time()
@@ -224,8 +225,8 @@ class _Nodes(NamedTuple):
     @property
     def words(self) -> str:
         """Return the nodes in words."""
-        gpus = f" and {self.gpus} GPUs" if self.gpus else ""
-        return f"{self.nodes} nodes with {self.cpus} CPUs{gpus} each; time limit {self.limit}"
+        gpus = f", GPUs per node: {self.gpus}" if self.gpus else ""
+        return f"nodes: {self.nodes}, CPUs per node: {self.cpus}{gpus}, time limit: {self.limit}"
 
 
 @dataclass(frozen=True)
@@ -262,19 +263,19 @@ class Slurm:
             and (one.limit_s is None or (resources.time_s or 0) <= one.limit_s)
         ]  # fmt: skip
         if kinds and sum(one.nodes for one in fit) < resources.nodes:
-            time_words = f", {resources.time_s:g} s" if resources.time_s else ""
+            time_words = f", time: {resources.time_s:g} s" if resources.time_s else ""
+            others = ", ".join(sorted(set(partitions) - {wanted}))
             raise ClusterError(
                 f"Partition {wanted} cannot provide these resources.",
-                seen=f"{resources.nodes} nodes with {cpus or 1} CPUs and "
-                f"{resources.gpus_per_node} GPUs each{time_words}",
+                seen=f"nodes: {resources.nodes}, CPUs per node: {cpus or 1}, "
+                f"GPUs per node: {resources.gpus_per_node}{time_words}",
                 allowed="; ".join(one.words for one in kinds),
-                next_step="request less, or use another partition: "
-                + ", ".join(sorted(set(partitions) - {wanted})),
+                next_step=f"request less{', or use another partition: ' * bool(others)}{others}",
                 code="WB-CLUSTER-087",
             )
         must(
             ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse this job.",
-            "run `sinfo` to see the partitions and their limits", cwd=folder,
+            "correct what Slurm reports; `sinfo` shows partitions and limits", cwd=folder,
         )  # fmt: skip
 
     def _partitions(self) -> tuple[dict[str, list[_Nodes]], str]:
@@ -301,7 +302,7 @@ class Slurm:
         venv = ["--venv", self.venv] if self.venv else []
         said = must(
             ["sbatch", "--parsable", "job.sbatch", *venv], "Slurm refused the job.",
-            "run `sinfo` to see the partitions and their limits", cwd=folder,
+            "correct what Slurm reports; `sinfo` shows partitions and limits", cwd=folder,
         )  # fmt: skip
         job = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
         return Ticket(
@@ -500,7 +501,7 @@ def _far_must(host: str, script: str, **options: Any) -> str:
         raise ClusterError(
             f"The job could not be started on {host}.",
             seen=said.words,
-            next_step=f"log in and check the host: ssh {host}",
+            next_step=f"solve the problem that the host reports (log in: ssh {host})",
             code="WB-CLUSTER-092",
         )
     return said.out
@@ -581,7 +582,8 @@ class Ssh:
         if word == "lost":
             words = f"process {pid} {where} was killed: it ended without an exit code"
             return JobState("failed", words, stepped="stepped" in said)
-        return JobState("unknown", f"{ticket.extra['dir']} is missing {where}", gone=word == "gone")
+        words = f"{ticket.extra['dir']} is missing" if word == "gone" else "the job was not found"
+        return JobState("unknown", f"{words} {where}", gone=word == "gone")
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
         """Read the output on rank 0's host."""

@@ -91,9 +91,11 @@ def collect(places: Sequence[Path], to: Path, *, replace: bool = False) -> list[
     for place in places:
         if not (place.is_dir() or (place.suffix in (".zip", ".ipynb") and place.is_file())):
             raise PlanError(
-                "Nothing can be collected from here.",
+                "Notebooks can be collected only from a folder, a zip file or a notebook."
+                if place.exists()
+                else "This file or folder does not exist.",
                 seen=str(place),
-                allowed="a folder, a zip file or a notebook that exists",
+                allowed="a folder, a .zip file or an .ipynb file",
                 code="WB-PLAN-336",
             )
     found = [one for place in places for one in _handed_in(place, to)]

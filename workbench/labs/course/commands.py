@@ -103,7 +103,10 @@ def check_flags(given: argparse.Namespace) -> dict[str, gradebook.Student]:
     """
     if given.csv is not None and not gradebook.writable(given.csv):
         raise PlanError(
-            "The file of --csv cannot be written.", seen=str(given.csv), code="WB-PLAN-340"
+            "The file of --csv cannot be written.",
+            seen=str(given.csv),
+            allowed="a file in a folder that exists, and in which you can write files",
+            code="WB-PLAN-340",
         )
     if given.csv is not None:
         gradebook.update(given.csv, [])  # refuses a file that is no gradebook

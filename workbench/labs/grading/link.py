@@ -224,7 +224,8 @@ class KernelLink:
             content = self._reply(number, time.monotonic() + self._limits.grace_s)
         if content is None:
             self.kill()
-            raise Gone(f"the code took longer than {limit_s:g} s and ignored the interrupt")
+            late = f"the code did not end within {round(max(until - began, 0), 1):g} s"
+            raise Gone(f"{late}, and it ignored the interrupt" if interrupt else late)
         error = ""
         if content.get("status") == "error":
             error = f"{content.get('ename')}: {content.get('evalue')}"[:MOST_ERROR_CHARACTERS]
@@ -386,10 +387,8 @@ class Told:
         if values is not None and (not isinstance(values, list) or not values):
             raise ValueError("no engine answered")
         if values is not None and self._workers > 0 and len(values) != self._workers:
-            words = (
-                f"{len(values)} engines answered the check, but the lab has "
-                f"{self._workers} engines."
-            )
+            count = "1 engine" if len(values) == 1 else f"{len(values)} engines"
+            words = f"{count} answered the check, but the lab has {self._workers}."
             return {"wrong": words, "hint": "did a cell of the notebook start or stop engines?"}
         return found
 

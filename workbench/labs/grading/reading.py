@@ -114,7 +114,7 @@ def _content(path: Path) -> Any:
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise Unreadable(
-                f"The file has {size / 1e6:.0f} MB, but at most {MOST_BYTES / 1e6:.0f} MB are "
+                f"The file has {size / 1e6:.2f} MB, but at most {MOST_BYTES / 1e6:g} MB are "
                 "allowed."
             )
         text = path.read_bytes().decode("utf-8-sig")
@@ -338,7 +338,8 @@ class _Student:
                 places = [cell.place for cell in cells if role(cell)[0] == kind]
                 if places:
                     count = _counted(len(places), kind) + of
-                    said.append(f"{count} {words} (cell {_listed(places)})")
+                    where = f"{'cell' if len(places) == 1 else 'cells'} {_listed(places)}"
+                    said.append(f"{count} {words} ({where} of the original)")
         restored = [f"{words}: the original was run" for words in said]
         idle = [
             cell.place

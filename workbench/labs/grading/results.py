@@ -303,8 +303,8 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [
-            f"{name}: read the cells of exercise {outcome.exercise}, because they use something "
-            "that no answer of this lab needs: "
+            f"{name}: look at the cells of exercise {outcome.exercise}, because they use "
+            "something that no answer of this lab needs: "
             f"{_line(', '.join(outcome.look_at))}"
             for outcome in one.outcomes if outcome.look_at
         ]  # fmt: skip

@@ -115,7 +115,7 @@ def lab_of(path: Path) -> Book:
         )
     if not any(cell.check for cell in lab.cells):
         raise Unreadable(
-            "The notebook has no checks: give a student's notebook made by `workbench labs`."
+            "The notebook has no checks: give the students' notebook that `workbench labs` made."
         )
     return lab
 
@@ -208,7 +208,8 @@ class Grading:
         self._undefined = set(self._left_out)
         self._ran: list[str] = []  # exercises whose cells ran in this kernel, in order
         self._engines = 0
-        self._lost_by = ""  # the exercise whose cells left fewer engines
+        self._lost_by = ""  # the exercise whose cells left fewer engines or files
+        self._lost = ""  # what its cells did
 
     def run(self) -> None:
         """Settle every exercise, or say why not."""
@@ -327,8 +328,8 @@ class Grading:
         """Begin again if cells of another exercise have cost engines that are needed here."""
         lost_by = self._lost_by
         if lost_by and lost_by != number and lost_by not in self._left_out:
-            self._problem(f"Exercise {lost_by} ended engines or removed files that later cells "
-                          "need. The lab was run again without this exercise.")  # fmt: skip
+            self._problem(f"Exercise {lost_by} {self._lost} that later cells need. "
+                          "The lab was run again without this exercise.")  # fmt: skip
             self._leave_out(lost_by)
 
     # -- exercises ---------------------------------------------------------------------------------
@@ -398,6 +399,7 @@ class Grading:
         is_less = engines < before or answer.get("removed") is True
         if is_less and number and not self._lost_by:
             self._lost_by = number
+            self._lost = "ended engines" if engines < before else "removed files"
 
     def _check(self, link: KernelLink, item: Item) -> None:
         number = item.exercise

@@ -35,13 +35,12 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `--set` by name; several values of one name are separated later."""
     found: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict(_read_values(given))
     for name, value in found.items():
-        if not (
-            str(name).isidentifier()
-            and not str(name).startswith("_")
-            and isinstance(value, (bool, int, float, str))
-        ):
+        is_name = str(name).isidentifier() and not str(name).startswith("_")
+        if not (is_name and isinstance(value, (bool, int, float, str))):
             raise PlanError(
-                "--set needs a name and a value: a number, `true`, `false` or text.",
+                "The value of --set must be a number, `true`, `false` or text."
+                if is_name
+                else "The name of --set must be a Python name that does not begin with `_`.",
                 seen=f"{name}={value!r}",
                 allowed="for example --set lr=0.1, which the cell reads as wb.options.lr",
                 code="WB-PLAN-271",
@@ -151,7 +150,8 @@ def check_runs(*counts: int) -> None:
     if count > MOST_RUNS:
         raise PlanError(
             f"One line cannot start more than {MOST_RUNS} runs.",
-            seen=f"{' x '.join(str(one) for one in counts if one > 1)} = {count} runs",
+            seen=" x ".join(str(one) for one in counts if one > 1)
+            + (f" = {count} runs" if sum(one > 1 for one in counts) > 1 else " runs"),
             allowed=f"at most {MOST_RUNS} runs",
             next_step="give fewer values, or divide the values among several lines",
             code="WB-PLAN-273",

@@ -122,8 +122,8 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
     if stages > len(layers):
         raise FitError(
             "The model cannot be split into more stages than it has layers.",
-            seen=f"{stages} stages for {len(layers)} layers",
-            allowed=f"at most {len(layers)} stages",
+            seen=f"{stages} stages for {len(layers)} layer{'s' * (len(layers) != 1)}",
+            allowed=f"at most {len(layers)} stage{'s' * (len(layers) != 1)}",
             next_step=f"use -n {len(layers)}",
             code="WB-FIT-076",
         )
@@ -161,9 +161,9 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
     if len(starts) + 1 != stages:
         raise FitError(
             "`split_at` must cut the model into one stage for each device.",
-            seen=f"{len(starts) + 1} stages for {stages} devices",
+            seen=f"split_at={split_at}, which makes {len(starts) + 1} stages for {stages} devices",
             allowed=f"exactly {stages - 1} layer" + "s" * (stages != 2) + " in split_at",
-            next_step=f"use -n {len(starts) + 1}",
+            next_step=f"use -n {len(starts) + 1}, or change split_at",
             code="WB-FIT-079",
         )
     return [0, *starts, len(layers)]

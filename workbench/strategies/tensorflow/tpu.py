@@ -127,11 +127,12 @@ def check_named(name: str) -> None:
 
 
 def _silent(where: str, why: str) -> ClusterError:
+    variable = look().variable or NAMES[0]
     return ClusterError(
         "No TPU answers at the given address.",
         seen=f"{where}: {why}",
         allowed="the gRPC address of a running TPU, its name in Google Cloud, or `local`",
-        next_step="correct TPU_NAME, or remove it and use the strategy `mirrored`",
+        next_step=f"correct {variable}, or remove it and use the strategy `mirrored`",
         code="WB-CLUSTER-048",
     )
 

@@ -159,7 +159,7 @@ class Hybrid(ModelSplit):
             raise FitError(
                 "The number of workers must be a multiple of `stages`, the number of workers in "
                 "each pipeline.",
-                seen=f"stages={self.workers} on {self.world_size} workers",
+                seen=f"stages={self.workers}, and -n {self.world_size}",
                 allowed=f"a multiple of {self.workers} workers",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",
                 code="WB-FIT-114",

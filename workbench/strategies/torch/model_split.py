@@ -362,7 +362,7 @@ class ModelSplit(Strategy):
                 if self._left_over and job.total_steps >= job.steps_per_epoch:
                     raise uneven(self._left_over, job.batch_size)
                 return count
-        raise uneven(job.batch_size, least * self.pipelines)
+        raise uneven(job.batch_size, least * self.pipelines, last=False)
 
     def gradients_done(self, share: Share) -> None:
         """Prepare the update; a single pipeline has its gradients already."""
@@ -485,16 +485,16 @@ class ModelSplit(Strategy):
         dist.all_gather_object(every, failed and f"{type(failed).__name__}: {failed}")
         if failed is not None:
             raise failed
-        lost = {rank: text for rank, text in enumerate(every) if text is not None}
-        if lost:
-            rank, text = next(iter(lost.items()))
-            raise FitError(
-                f"Worker {rank} could not build its stages.",
-                seen=text.splitlines()[0],
-                next_step="use more workers, or give this worker fewer layers with "
-                "-o split_at=NAME,NAME (each named layer begins a new stage)",
-                code="WB-FIT-120",
-            )
+        for rank, text in enumerate(every):
+            if text is not None:
+                raise FitError(
+                    f"Worker {rank} could not build its stages.",
+                    seen=text.splitlines()[0],
+                    next_step="correct the cause of this error; if its memory was full, use more "
+                    "workers, or give this worker fewer layers with -o split_at=NAME,NAME (each "
+                    "named layer begins a new stage)",
+                    code="WB-FIT-120",
+                )
 
     def microbatch_of(self, batch: Any) -> Any:
         """Return a microbatch made of the available samples."""

@@ -186,7 +186,9 @@ def _values_of(
                 "The function that builds the model must return the same model each time it is "
                 "called.",
                 seen=f"first call: {len(_names(model))} tensors; "
-                f"second call: {len(_names(source))} tensors",
+                f"second call: {len(_names(source))} tensors"
+                + ", with other names or shapes"
+                * (len(_names(source)) == len(_names(model))),
                 next_step="build the whole model inside the function, from values that do not "
                 "change",
                 code="WB-FIT-159",
@@ -245,7 +247,8 @@ def _undrawn(what: str) -> FitError:
         "create initial weights.",
         seen=f"{what} has no reset_parameters() that sets all its parameters",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
-        next_step="pass the function that builds the model: wb.fit(lambda: make_model(), ...)",
+        next_step="pass a function that builds the model without device `meta`: "
+        "wb.fit(lambda: make_model(), ...)",
         code="WB-FIT-160",
     )
 

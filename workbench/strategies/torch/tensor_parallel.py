@@ -160,7 +160,9 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
                 seen=pattern,
                 allowed=", ".join(layers)
                 or ("no layer, because the model has no Linear or Embedding layer"),
-                next_step="use the names above (* matches any text), or -o plan=auto",
+                next_step="use the names above (* matches any text), or -o plan=auto"
+                if layers
+                else "use the strategy `mirrored` or `sharded`",
                 code="WB-FIT-153",
             )
         plan.update(dict.fromkeys(names, style))

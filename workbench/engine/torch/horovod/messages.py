@@ -131,7 +131,9 @@ def synchronize(handle: Handle) -> Any:
 def op_of(op: Any, average: bool | None = None) -> Op:
     if op is not None and average is not None:
         raise FitError(
-            "The arguments `op` and `average` cannot be used together.", code="WB-FIT-166"
+            "The arguments `op` and `average` cannot be used together.",
+            next_step="remove `average`, which is the older form of `op`",
+            code="WB-FIT-166",
         )
     found = Op(op) if op is not None else Sum if average is False else Average
     if found is Adasum:
@@ -459,10 +461,10 @@ def check_alike(tensors: Sequence[torch.Tensor]) -> None:
     if len(set(found)) > 1:
         counts = [count for count, _ in found]
         raise FitError(
-            "The ranks' models differ.",
+            "The ranks' models or optimizers differ.",
             seen=", ".join(f"rank {at}: {count} tensors" for at, count in enumerate(counts))
             if len(set(counts)) > 1
             else f"{counts[0]} tensors on each rank, but their shapes or dtypes differ",
-            next_step="build the same model on every rank",
+            next_step="build the same model and the same optimizer on every rank",
             code="WB-FIT-171",
         )

@@ -101,7 +101,11 @@ def DistributedOptimizer(  # noqa: N802
     """
     begin(process_set)
     if isinstance(optimizer, Distributed):
-        raise FitError("This optimizer is already a DistributedOptimizer.", code="WB-FIT-176")
+        raise FitError(
+            "This optimizer is already a DistributedOptimizer.",
+            next_step="build the optimizer in this cell, and call hvd.DistributedOptimizer once",
+            code="WB-FIT-176",
+        )
     kind = op_of(op)
     if kind not in (Average, Sum) or backward_passes_per_step < 1 or (
         gradient_predivide_factor != 1.0 and kind is not Average

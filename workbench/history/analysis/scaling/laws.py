@@ -124,7 +124,12 @@ def _line(name: Name, workers: Floats, rates: Sequence[Spread], base_per_s: floa
     constant, slope = covariance @ design.T @ (measured / sigma)
     predicted, whole = constant + slope * terms, float(constant + slope)
     if not (whole > 0 and (predicted > 0).all()):
-        return Law(name, why_not=f"{name}'s law does not describe these runs")
+        what = "time" if strong else "throughput"
+        return Law(
+            name,
+            why_not=f"{name}'s law does not describe these runs: the fitted {what} is not always "
+            "above 0",
+        )
     serial = float(constant / whole)
     chi = float((((measured - predicted) / sigma) ** 2).sum()) / (len(workers) - 2)
     gradient = np.array([slope, -constant]) / whole**2

@@ -17,6 +17,7 @@ import tensorflow as tf
 from ....engine.tensorflow.models import foreign
 from ....errors import FitError, nearest
 from ....shared import events
+from ..parts.models import under
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext
@@ -97,13 +98,15 @@ class Batches:
             "The replicas would get shares of different sizes, which would change the training.",
             seen=f"a batch of {size} samples for {replicas} replicas",
             allowed=f"a multiple of {replicas}",
-            next_step=" or ".join(self._words(near) for near in (above, below) if near),
+            next_step="use " + " or ".join(self._words(near) for near in (above, below) if near),
             code="WB-FIT-073",
         )
 
     def _words(self, size: int) -> str:
-        made = isinstance(self._call["x"], tf.data.Dataset)
-        return f"data.batch({size})" if made else f"batch_size={size}"
+        if isinstance(self._call["x"], tf.data.Dataset):
+            return f"data.batch({size})"
+        in_line = "batch_size" in self._context.spec.overrides
+        return f"--batch-size {size}" if in_line else f"batch_size={size}"
 
     def _note_rest(self) -> None:
         if self.size is None or self.samples is None or self._call["steps_per_epoch"]:
@@ -113,9 +116,9 @@ class Batches:
         rest = self.samples % self.size
         if rest % self._replicas and self._context.spec.rank == 0:
             text = (
-                f"The last batch of an epoch has {rest} samples, which {self._replicas} replicas "
-                "cannot share evenly. So each sample of a smaller share gets a little more "
-                "weight."
+                f"The last batch of an epoch has {rest} sample{'s' * (rest > 1)}, which "
+                f"{self._replicas} replicas cannot share evenly. So each sample of a "
+                "smaller share gets a little more weight."
             )
             if rest < self._replicas:
                 text += (
@@ -196,8 +199,8 @@ def check_compiled(model: Any, distribution: Any) -> None:
     if made is not distribution:
         raise FitError(
             "The optimizer was made outside this run's strategy, so this run cannot use it.",
-            seen=f"an optimizer made under {type(made).__name__}",
-            allowed=f"an optimizer made under {type(distribution).__name__}",
+            seen=f"an optimizer made {under(made)}",
+            allowed=f"an optimizer made under this run's {type(distribution).__name__}",
             next_step="make the optimizer in the cell that trains: this cell runs in the "
             "strategy's scope",
             code="WB-FIT-083",
@@ -279,7 +282,8 @@ def check_kind(data: Any) -> None:
             "PyTorch data cannot be used in a TensorFlow run.",
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
-            next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
+            next_step="pass arrays, made of tensors x and y: model.fit(x.numpy(), y.numpy(), ...); "
+            "or model.fit(*wb.data.digits('train', arrays=True), ...)",
             code="WB-FIT-088",
         )
 
@@ -362,15 +366,17 @@ def check_callbacks(callbacks: Any) -> None:
         hooks = [
             h for h in BATCH_HOOKS if getattr(kind, h) is not getattr(keras.callbacks.Callback, h)
         ]
-        every = getattr(callback, "save_freq", None) or getattr(callback, "update_freq", None)
-        if kind.__module__.startswith("keras.") and every in (None, "epoch"):
+        named = next((n for n in ("save_freq", "update_freq") if getattr(callback, n, None)), None)
+        every = named and getattr(callback, named)
+        own = f"{kind.__name__}({named}={every!r})" if kind.__module__.startswith("keras.") else ""
+        if own and every in (None, "epoch"):
             hooks = []  # Keras' own callbacks, which work without their calls after batches
         if hooks:
             raise FitError(
                 "Strategy parameter_server cannot call a callback for each batch, because its "
                 "workers train on the batches in no fixed order.",
-                seen=f"{kind.__name__}.{hooks[0]}",
+                seen=own or f"{kind.__name__}.{hooks[0]}",
                 allowed="callbacks for epochs: on_epoch_begin, on_epoch_end, on_train_end",
-                next_step=OTHER_WAY,
+                next_step=f"use {named}='epoch'" if own else OTHER_WAY,
                 code="WB-FIT-092",
             )

@@ -63,6 +63,7 @@ from ....engine.training.initial import initialise
 from ....errors import FitError, RunStopped
 from ....shared import events
 from ..coordinator.servers import MEET_S
+from ..parts.models import under
 from ..parts.steps import Patches
 from .batches import Batches, bound, check_call
 
@@ -162,10 +163,8 @@ def check_model(model: Any, distribution: Any) -> None:
         return
     raise FitError(
         "The model was built outside this run's strategy, so this run cannot train it.",
-        seen=f"a model built under {type(owner).__name__}"
-        if owner
-        else "a model built without a strategy",
-        allowed=f"a model built under {type(distribution).__name__}",
+        seen=f"a model built {under(owner)}",
+        allowed=f"a model built under this run's {type(distribution).__name__}",
         next_step="build and compile the model in the cell that trains it: this cell runs in the "
         "strategy's scope",
         code="WB-FIT-074",

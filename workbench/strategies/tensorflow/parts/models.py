@@ -27,6 +27,12 @@ def by_name(model: Any) -> dict[str, NDArray[np.generic]]:
     return arrays
 
 
+def under(strategy: Any) -> str:
+    """Return the strategy under which something was made, in words; it is not the run's."""
+    kind = type(strategy).__name__
+    return "without a strategy" if not strategy or "Default" in kind else f"under another {kind}"
+
+
 def owner(optimizer: Any) -> Any:
     """Return the model with the optimizer's variables; None if there is none."""
     return holder({id(variable) for variable in getattr(optimizer, "_trainable_variables", ())})

@@ -34,6 +34,7 @@ from ....engine.tensorflow.data import slice_batch
 from ....engine.tensorflow.models import foreign
 from ....engine.training.shares import share_bounds
 from ....errors import FitError
+from .models import under
 
 if TYPE_CHECKING:
     from ....engine.contract import Job, Share
@@ -77,7 +78,9 @@ class Trainer:
             raise FitError(
                 "The model has no trainable weights.",
                 seen=type(self.model).__name__,
-                next_step="set trainable=True on some of the model's layers",
+                next_step="set trainable=True on some of the model's layers"
+                if self.model.weights
+                else "add a layer with weights, for example keras.layers.Dense",
                 code="WB-FIT-100",
             )
 
@@ -321,7 +324,8 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
     if made._distribution_strategy is not distribution:
         raise FitError(
             "The optimizer was made outside this run's strategy, so this run cannot use it.",
-            seen=type(made._distribution_strategy).__name__,
+            seen=f"an optimizer made {under(made._distribution_strategy)}",
+            allowed=f"an optimizer made under this run's {type(distribution).__name__}",
             next_step="make the optimizer in the cell that trains: this cell runs in the "
             "strategy's scope",
             code="WB-FIT-105",

@@ -98,7 +98,7 @@ class Averaging:
                 "numbers from different positions of the gradient, and an all-reduce cannot add "
                 "up these numbers.",
                 seen=f"compress={self._compress}, allreduce={asked}",
-                next_step="remove -o allreduce, or choose another compression",
+                next_step="remove -o allreduce, or use another compression (-o compress=fp16)",
                 code="WB-FIT-108",
             )
         if asked == BACKEND and simulated:

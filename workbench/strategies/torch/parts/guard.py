@@ -106,7 +106,8 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
     dist.all_gather(every, own)
     if any(not torch.equal(other, own) for other in every):
         raise FitError(
-            "The workers have different models, so they cannot train together.",
+            "The workers' models differ in the number, names, shapes, types or requires_grad of "
+            "their tensors, so they cannot train together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
             next_step="build the same model on every worker, independent of the rank",
             code="WB-FIT-127",

@@ -144,7 +144,7 @@ class Trainer:
                         seen=type(loss).__name__
                         + (f" with the keys {', '.join(loss)}" if isinstance(loss, dict) else ""),
                         allowed="a tensor with one number",
-                        next_step='return only the loss, for example step_fn(model, batch)["loss"]',
+                        next_step=_how_to_return(loss),
                         code="WB-FIT-192",
                     )
             else:
@@ -356,6 +356,15 @@ class NoBackward:
             code="WB-FIT-155",
         )
         raise self.refused
+
+
+def _how_to_return(loss: Any) -> str:
+    """Return the next step if this is what `step_fn` returned instead of a tensor."""
+    if isinstance(loss, (dict, list, tuple)):
+        return 'return only the loss, for example result["loss"] or result[0]'
+    if loss is None:
+        return "end step_fn with `return loss`"
+    return "return the tensor that the loss function gives, without .item() or float()"
 
 
 _NOTHING = contextlib.nullcontext()

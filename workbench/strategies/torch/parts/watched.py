@@ -30,6 +30,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         raise FitError(
             "wb.watch needs the model and the optimizer of the loop.",
             seen=f"{type(model).__name__}, {type(optimizer).__name__}",
+            allowed="a torch.nn.Module and a torch.optim.Optimizer, in this order",
             next_step="call wb.watch(model, optimizer, loader)",
             code="WB-FIT-157",
         )

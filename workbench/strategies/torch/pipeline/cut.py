@@ -141,8 +141,9 @@ def cut(
             raise FitError(
                 "The list of stages must contain one module for each stage.",
                 seen=f"{len(layers)} modules",
-                allowed=f"{stages} modules for {workers} workers",
-                next_step=f"{more}join modules with nn.Sequential until there are {stages} modules",
+                allowed=f"{stages} module{'s' * (stages > 1)} for {workers} "
+                f"worker{'s' * (workers > 1)}",
+                next_step=f"{more}join modules with nn.Sequential until their number is {stages}",
                 code="WB-FIT-135",
             )
         bounds = list(range(stages + 1))

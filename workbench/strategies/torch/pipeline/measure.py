@@ -87,9 +87,9 @@ def check_enough(
         )
         raise FitError(
             "The model has fewer layers than the pipeline has stages.",
-            seen=f"{len(layers)} layers for {stages} stages"
+            seen=f"{_layers(len(layers))} for {stages} stages"
             + (f" ({per_worker} per worker)" if per_worker > 1 else ""),
-            allowed=f"at most {len(layers)} stages",
+            allowed=f"at most {len(layers)} stage{'s' * (len(layers) != 1)}",
             next_step=f"use {fewer}, or "
             + (
                 (
@@ -191,10 +191,10 @@ def batchnorm_warning(
     if not found:
         return None
     return (
-        f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
-        f"instead of the batch of {batch}. BatchNorm also updates its statistics {microbatches} "
-        "times per step. So the result differs from the result on one device. GroupNorm and "
-        "LayerNorm do not depend on the batch."
+        f"BatchNorm ({', '.join(found)}) normalises over each microbatch ({microbatch} of {batch} "
+        "samples) instead of the whole batch. BatchNorm also updates its statistics "
+        f"{microbatches} times per step. So the result differs from the result on one device. "
+        "GroupNorm and LayerNorm do not depend on the batch."
     )
 
 
@@ -245,8 +245,8 @@ def form_of(value: Any, layer: str) -> Form:
     if not isinstance(value, torch.Tensor):
         raise FitError(
             "A layer can pass only tensors to the next stage.",
-            seen=f"layer {layer} returns a {type(value).__name__}",
-            next_step="make the layer return a tensor or a tuple of tensors",
+            seen=f"a {type(value).__name__} in the output of layer {layer}",
+            next_step="make the layer return a tensor, or a tuple that contains only tensors",
             code="WB-FIT-141",
         )
     return Form(tuple(value.shape), value.dtype)
@@ -313,10 +313,10 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
     )
     raise FitError(
         "A layer changes the number of samples, so its outputs would not match the targets.",
-        seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
-        f"{tuple(form.shape[1:])}",
-        next_step="use nn.Flatten() or x.flatten(1) instead of x.view(-1, n), and adapt the next "
-        "layer: view(-1, n) changes the number of samples if n is not the size of one sample",
+        seen=f"Layer {layer}: {samples} samples became an output of shape {tuple(form.shape)}",
+        next_step="keep the samples in the first dimension; for example, use nn.Flatten() or "
+        "x.flatten(1) instead of x.view(-1, n), and adapt the next layer: view(-1, n) changes the "
+        "number of samples if n is not the size of one sample",
         code="WB-FIT-142",
     )
 
@@ -354,7 +354,8 @@ def _time(
             raise FitError(
                 f"An error occurred when layer {name} of the model was computed.",
                 seen=f"input {shapes}: {type(error).__name__}: {str(error).splitlines()[0]}",
-                next_step="check that the shapes of neighbouring layers match",
+                next_step="correct the cause of this error, for example shapes of neighbouring "
+                "layers that do not match",
                 code="WB-FIT-143",
             ) from error
         outputs = result if isinstance(result, tuple) else (result,)

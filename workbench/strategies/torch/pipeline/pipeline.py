@@ -104,7 +104,8 @@ def fill(
     if len(building.seen) != len(names) or final.keys() != kept:
         raise FitError(
             "The function that builds the model must return the same model each time it is called.",
-            seen=f"first call: {len(names)} tensors; second call: {len(building.seen)} tensors",
+            seen=f"first call: {len(names)} tensors; second call: {len(building.seen)} tensors"
+            + ", with other names" * (len(names) == len(building.seen)),
             next_step="build the whole model inside the function, from values that do not change",
             code="WB-FIT-133",
         )
@@ -378,15 +379,24 @@ class Pipeline:
         return data_wire(self.group, self.device)
 
 
-def uneven(samples: int, whole: int) -> FitError:
-    """Return the error for a model that computes the loss and would count repeated samples."""
+def uneven(samples: int, whole: int, *, last: bool = True) -> FitError:
+    """Return the error for a model that computes the loss and would count repeated samples.
+
+    Args:
+        last: Whether only the last batch can have this size.
+    """
+    change = (
+        "drop the last, smaller batch (DataLoader with drop_last=True)"
+        if last
+        else f"use a batch_size that is a multiple of {whole}"
+    )
     return FitError(
         "The model computes the loss itself, so each batch must be divisible into equal "
         "microbatches.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole} samples",
-        next_step="drop the last, smaller batch (DataLoader with drop_last=True); or make the "
-        "model return its output and pass loss= to wb.fit (then batches can have any size)",
+        next_step=f"{change}; or make the model return its output and pass loss= to wb.fit (then "
+        "batches can have any size)",
         code="WB-FIT-144",
     )
 

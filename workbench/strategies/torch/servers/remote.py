@@ -180,8 +180,8 @@ class Remote:
                         "optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="only parameters that were trained at the beginning",
-                        next_step="call wb.prepare with all layers unfrozen and freeze some "
-                        "afterwards, or use the strategy `mirrored`",
+                        next_step="call wb.prepare with all layers unfrozen and in the optimizer, "
+                        "and freeze some afterwards, or use the strategy `mirrored`",
                         code="WB-FIT-124",
                     )
 

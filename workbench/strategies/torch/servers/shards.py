@@ -123,13 +123,14 @@ def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
     Raises:
         FitError: There are fewer parameters than servers.
     """
-    if servers > len(parameters):
+    if servers > (most := len(parameters)):
+        s = "s" * (most != 1)
         raise FitError(
             "There are more servers than parameter tensors, but each server needs at least one "
             "tensor.",
-            seen=f"{servers} servers, {len(parameters)} parameter tensors",
-            allowed=f"1 to {len(parameters)} servers for this model",
-            next_step=f"use -o servers={len(parameters)} or fewer",
+            seen=f"{servers} servers, {most} parameter tensor{s}",
+            allowed=f"1 to {most} servers for this model" if s else "1 server for this model",
+            next_step=f"use -o servers={most}" + " or fewer" * (most > 1),
             code="WB-FIT-132",
         )
     sizes = [p.numel() * p.element_size() for p in parameters]
@@ -208,6 +209,7 @@ def _plain_value(name: str, value: Any) -> Any:
         f"The optimizer's setting {name!r} cannot be sent to a server.",
         seen=type(value).__name__,
         allowed="numbers, text, booleans, None, and tuples of them",
+        next_step="give this setting an allowed value, or use the strategy `mirrored`",
         code="WB-FIT-116",
     )
 
