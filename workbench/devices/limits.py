@@ -411,10 +411,7 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
             f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
         )
     whose = "between workers" if encrypted else "of engines"
-    return (
-        f"--launcher {launcher}: the traffic {whose} is not encrypted. "
-        f"Use a private network ({PAGE})"
-    )
+    return f"--launcher {launcher}: traffic {whose} is unencrypted. Use a private network ({PAGE})"
 
 
 _tell: ContextVar[Callable[[str], object] | None] = ContextVar("workbench_exposure", default=None)
