@@ -227,7 +227,7 @@ class Branch(nn.Module):
             "sharded", "", {"model": "nn.Embedding(4, 2, sparse=True)"},
             ["WB-FIT-028"],
         ),
-        ("model_split", "", {"model": "nn.Sequential(nn.Linear(4, 2))"}, ["1 layers for 2 stages"]),
+        ("model_split", "", {"model": "nn.Sequential(nn.Linear(4, 2))"}, ["1 layer for 2 stages"]),
         (
             "model_split -o schedule=interleaved -o stages_per_worker=3", "", {},
             ["3 layers for 6 stages", "-o stages_per_worker=1"],

@@ -360,15 +360,15 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
         ) from error
     for name, table in tables.items():
         if name not in OURS or not isinstance(table, dict):
-            named = isinstance(table, dict)
+            is_table = isinstance(table, dict)
             raise PlanError(
                 f"{path}: this table's name is not valid."
-                if named
+                if is_table
                 else f"{path}: this setting is not in a table.",
-                seen=f"[{name}]" if named else f"{name} = {table!r}",
+                seen=f"[{name}]" if is_table else f"{name} = {table!r}",
                 allowed="the tables [ssh], [slurm] and [mpi], with the names of flags as keys",
                 next_step="correct this table's name in the file"
-                if named
+                if is_table
                 else "write settings below the line [ssh], [slurm] or [mpi]",
                 code="WB-PLAN-179",
             )
