@@ -108,7 +108,7 @@ def test_a_picture_shows_and_saves_itself(tmp_path):
 def test_the_picture_of_a_pipeline_shows_bubbles_and_stages():
     said = all_texts(figure.run_figure(fake_pipeline(4, 120, logged=True)))
     for words in (
-        "Pipeline bubble, as a fraction of the step time without data wait",
+        text.TITLE,
         "41 % · +14 %", "22 % · ±0 %",
         "ideal bubble", "excess bubble",
         "ideal bubble 27 %", "layers.6 to layers.7", "787,968", "64.0 KiB", "grad norm",

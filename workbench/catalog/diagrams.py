@@ -250,8 +250,8 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"Before a server answers the workers, it sends {what} to the server with a copy of the "
-        "same parameters."
+        f"Before a server answers the workers, it sends {what} to the server that has a copy of "
+        "its parameters."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 

@@ -21,8 +21,8 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="number of stages on each worker, for schedule=interleaved and zero_bubble; `none`: "
-        "2 for interleaved, otherwise 1",
+        help="number of stages on each worker, for schedule=interleaved and zero_bubble; without a "
+        "value (`none`): 2 with interleaved, otherwise 1",
     ),
     Option(
         "split_at", "str", None, optional=True,

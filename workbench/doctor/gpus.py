@@ -82,7 +82,7 @@ PROBED: tuple[Probe, ...] = (
     }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
     Probe("warm", 20, {"machine.warm": "a process with PyTorch can be forked"}, 0, "torch",
-          step="find the module that starts threads or uses the GPU during its import"),
+          step="find the module that uses the GPU or starts threads when it is imported"),
     Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch",
           step="check for a firewall on the loopback interface"),
     Probe("cluster", 28, {"machine.cluster": "two engines start and do an all-reduce"}, 0, "torch",

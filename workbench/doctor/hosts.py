@@ -367,11 +367,13 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
         if free < LEAST_PORTS:
             status, step = (
                 "fail",
-                f"use a wider range for --ports: {LEAST_PORTS} ports must be free",
+                f"use a wider range for --ports: {LEAST_PORTS} ports must be free (one of them for "
+                "workers on this machine)",
             )
     if here.address.startswith("127.") and not _same(here, hosts):
         status, step = "fail", "use --listen with the address at which the hosts reach this machine"
-    found = f"{LEAST_PORTS - 1} ports, only on {here.address} ({here.interface or 'no interface'})"
+    where = f"{here.address} ({here.interface or 'no interface'})"
+    found = f"needs {LEAST_PORTS - 1} ports on {where}, and on no other address"
     return [Line(id, status, what, f"{found}: {which}", step, figures=figures)]
 
 

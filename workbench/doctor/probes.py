@@ -489,7 +489,8 @@ def warm(child: Child) -> None:
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked process cannot compute: {answer}",
-                  "find the module that uses the GPU during its import", **figures)  # fmt: skip
+                  "find the module that uses the GPU or starts threads when it is imported",
+                  **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what,
                   f"importing torch opens {opened[0]}, but a forked process can compute",

@@ -314,7 +314,8 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
         allowed="the unchanged file that the run wrote",
         next_step=f"load the same weights: torch.load({str(plain)!r}, weights_only=True)"
         if plain.is_file() and plain.stat().st_size
-        else "if you have a copy of the folder, use it; if not, train again: run.to_cell()",
+        else "if you have a copy of the folder, use it; if not, train again with the cell "
+        "that run.to_cell() returns",
         code="WB-RUN-040",
     )
 

@@ -30,7 +30,7 @@ LEAST_STEPS = 20
 NOT_PREDICTED = {
     "hybrid": "Workbench does not know how one more worker changes the pipelines' stages",
     "tensor_parallel": "Workbench does not know how more workers divide a layer's computation",
-    "tpu": "Workbench does not know how the compiler changes a step for more TPU cores",
+    "tpu": "Workbench does not know how the compiler would change a step on more TPU cores",
 }
 
 

@@ -153,7 +153,7 @@ class Plan(RunSettings):
                 raise PlanError(
                     f"-o {name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
-                    allowed=f"without these GPUs, another `{name}`; `{default}` always works",
+                    allowed=f"a GPU for each replica, or a {name} without GPUs: {default}",
                     next_step=f"remove -o {name}, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )

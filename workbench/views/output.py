@@ -251,7 +251,9 @@ def _draw_stream(item: _Stream, final: bool) -> tuple[str, str]:
     if not final:
         shown = _tail(lines)
         if len(shown) < len(lines):
-            note = f"… {len(lines) - len(shown)} earlier lines are shown when the cell has ended\n"
+            note = (
+                f"… {len(lines) - len(shown)} earlier lines will be shown when the cell has ended\n"
+            )
         lines = shown
     html = escape(note) + terminal.to_html(lines)
     return _pre(html, stderr=item.name == "stderr"), note + terminal.to_text(lines)

@@ -346,7 +346,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Could not interpret metric identifier",
-        "check the spelling: metrics=['accuracy'], or an object of keras.metrics",
+        "check the spelling, as in metrics=['accuracy'], or pass an object of keras.metrics",
     ),
     (
         r"Could not interpret loss identifier",

@@ -104,7 +104,7 @@ def setup(spec: RunSpec) -> None:
             "TF_CONFIG must not be set: a run finds its devices and workers itself.",
             seen=os.environ["TF_CONFIG"],
             allowed="no TF_CONFIG",
-            next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this "
+            next_step="run del os.environ['TF_CONFIG'] in a %%distributed cell, then run this "
             "cell again",
             code="WB-CLUSTER-028",
         )

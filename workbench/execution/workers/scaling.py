@@ -166,8 +166,10 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
     """Return the error if a worker to add already takes part, or is not a worker of the run."""
     return RunError(
         "The engine cannot join the run.",
-        seen=f"engine {engine}; engines {list(members)} take part",
-        allowed="an engine that belongs to the run but is not training now",
+        seen=f"engine {engine} already trains"
+        if engine in members
+        else f"engine {engine} is not one of the run's engines",
+        allowed=f"an engine of this run that does not train now; {list(members)} train",
         code="WB-RUN-142",
     )
 

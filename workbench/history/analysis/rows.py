@@ -499,16 +499,19 @@ _IF_IT_GROWS = "If the compute time grows in proportion to the batch,"
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"In a step, each worker needs {milliseconds(payoff.work_s)} to wait for data and to "
-        f"compute (with 1/{plan.workers} of the batch), while {one.name} needs "
-        f"{milliseconds(payoff.one_work_s)} (with the whole batch)"
+        f"In a step, data wait and compute together take {milliseconds(payoff.work_s)} on each "
+        f"worker (with 1/{plan.workers} of the batch), and {milliseconds(payoff.one_work_s)} with "
+        f"{one.name} (with the whole batch)"
     )
-    why = "Perhaps most of this time does not depend on the batch."
+    why = "perhaps most of the time does not depend on the batch size."
     if share_cores(one, plan):
-        why = "Either the workers share cores, or most of this time does not depend on the batch."
+        why = (
+            "either the workers share cores, or most of the time does not depend on the batch size."
+        )
     return (
-        f"These runs do not show which batch would make {plan.name} faster than {one.name}. "
-        f"{measured}. {why} Try a larger batch."
+        f"These runs do not show with which batch size {plan.name} would be faster than "
+        f"{one.name}. {measured}. So a smaller share of the batch saves little time: {why} Try a "
+        "larger batch."
     )
 
 

@@ -134,7 +134,7 @@ SECTIONS.push((() => {
     const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, "Staleness of pushes"), kit.h("span", {}, "updates by other workers between pull and push")));
     for (const row of rows) {
       const all = row.staleness.reduce((a, b) => a + b, 0), most = Math.max(...row.staleness), shown = row.staleness.slice(0, 24);
-      const columns = kit.h("div", { class: "wbp-histogram", role: "img", "aria-label": `${row.run}: mean ${plain(row.staleness_mean)}, at most ${plain(row.staleness_max)}` });
+      const columns = kit.h("div", { class: "wbp-histogram", role: "img", "aria-label": `${row.run}: mean ${plain(row.staleness_mean)}, max ${plain(row.staleness_max)}` });
       shown.forEach((count, s) => columns.append(kit.h("span", { title: `staleness ${s}: ${percent(count / all)}` }, kit.h("i", { style: `height:${(100 * count) / most}%;background:${color(app, row)}` }), kit.h("small", {}, String(s)))));
       figure.append(kit.h("div", { class: "wbp-stale" }, kit.h("span", {}, row.run), columns, kit.h("b", {}, `mean ${plain(row.staleness_mean)}`)));
     }

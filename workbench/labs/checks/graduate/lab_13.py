@@ -327,7 +327,7 @@ def prediction(c: Check) -> None:
             math.isclose(found, truth, rel_tol=1e-6),
             f"predicted_step_s({n}, {compute_s}, ...) returned {found:.4g}, which does not follow "
             "the formula.",
-            "there are log2(n) rounds; in each round, every worker sends a message with all bytes",
+            "there are log2(n) rounds; in each round, every worker sends all bytes in one message",
         )
         found = c.number_from("compute_from", truth, n, *link)
         c.need(
@@ -457,8 +457,8 @@ def slowest(c: Check) -> None:
     c.expect(
         _near(pair, ends),
         "`many_interval` is the interval of the mean step time of `many`",
-        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but 90 % of the means that the "
-        f"check drew are between {ends[0]:.4g} and {ends[1]:.4g} s",
+        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but in the check's own bootstrap, "
+        f"90 % of the means are between {ends[0]:.4g} and {ends[1]:.4g} s",
         "in the history of `many`, take `step_s` of worker 0 without step 0. Call `interval` with "
         "these values, 1000 repeats and any seed",
     )

@@ -14,8 +14,8 @@ it. If there is only one part, the second server holds only the copy.
 
 Below, the server that holds a copy is itself called the copy. In each step, a server sends the
 step's gradient and hyper-parameters to its copy, with a list of the pushes that the step includes.
-The copy's optimizer takes the same step, so that the parameters, the optimizer's state and the
-version are the same to the last bit. The server answers a worker only after the copy has confirmed
+The copy's optimizer takes the same step, so the copy's parameters, optimizer state and version
+equal the server's to the last bit. The server answers a worker only after the copy has confirmed
 the step. Some pushes wait for other pushes, because the step is synchronous or the staleness is
 bounded. Such pushes are not copied: they have no answer yet, so if the server dies, their workers
 send them again.
