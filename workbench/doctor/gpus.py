@@ -300,7 +300,7 @@ def order(
     if places == sorted(places):
         return "ok", f"same order as NVML: {places}", ""
     return "warn", f"torch lists the GPUs in another order than NVML: {places}", (
-        "no action needed: engines select GPUs by UUID; for other programs: "
+        "engines need nothing, because they select GPUs by UUID; for other programs, "
         "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )  # fmt: skip
 

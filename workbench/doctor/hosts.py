@@ -605,8 +605,8 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
                 lines.append(Line(id, "warn", what, "no, they are the same machine",
-                                  "name each machine only once; engines on the notebook's "
-                                  "machine need no ssh"))  # fmt: skip
+                                  "name each machine only once, and not the notebook's own: "
+                                  "its engines need no ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both have the name {a.facts['hostname']}",
                                   "gloo uses host names: give each host its own name"))  # fmt: skip

@@ -398,8 +398,8 @@ def nccl(child: Child) -> None:
             child.say("ok" if took_s < ABORT_S else "fail", "gpu.abort",
                       "aborting an NCCL collective", f"the abort took {took_s:.2f} s",
                       "" if took_s < ABORT_S
-                      else "no action needed: Workbench replaces engines that do not end an "
-                      "interrupted cell in time",
+                      else "no action needed: if an engine does not end an interrupted cell in "
+                      "time, Workbench replaces it",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()

@@ -284,7 +284,10 @@ def refusals(child: Child) -> None:
                       f"{error.what} ({error.code}), after {took:.1f} s")  # fmt: skip
         except Exception as error:
             child.say(
-                "fail", id, what, f"{type(error).__name__} instead of an error with a code: {error}"
+                "fail",
+                id,
+                what,
+                f"Workbench raised {type(error).__name__} without an error code: {error}",
             )
         else:
             child.say("fail", id, what, "Workbench accepted this request")

@@ -43,7 +43,8 @@ class Recipes(Mapping[str, Recipe]):
                 "Another function is already registered under this name.",
                 seen=made.name,
                 allowed=f"another name, because {known[0].function}() already has this name",
-                next_step=f"@wb.recipe(name=...), or first call wb.recipes.forget({made.name!r})",
+                next_step="use @wb.recipe(name=...), or first call "
+                f"wb.recipes.forget({made.name!r})",
                 code="WB-PLAN-111",
             )
         self._functions[made.name] = (made, owner)

@@ -442,8 +442,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"
         r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
         r"|libdevice not found|Couldn't (?:find|get) ptxas",
-        "TensorFlow's CUDA does not fit the driver or the GPU: nvidia-smi shows the newest CUDA "
-        "that the driver supports; use a newer driver, or a TensorFlow built for that CUDA",
+        "TensorFlow's CUDA does not fit the driver or the GPU. Use a newer driver, or a TensorFlow "
+        "built for the newest CUDA that the driver supports (nvidia-smi shows it)",
     ),
     (
         r"device-side assert",

@@ -213,6 +213,11 @@ _EXPLAINED = {
     "uneven_batches": "a last batch with fewer samples (uneven_batches)",
 }
 """What the features are that are no arguments of `wb.fit`."""
+_INSTEAD = {
+    "built_optimizer": "a function that makes the optimizer",
+    "own_data": "the same data on every worker",
+    "uneven_batches": "a batch_size that divides the number of samples",
+}
 
 
 def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
@@ -247,7 +252,9 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(named)}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
-            next_step=f"call wb.fit without {' and '.join(named)}"
+            next_step=f"call wb.fit with {_INSTEAD[missing[0]]}"
+            if missing[0] in _INSTEAD
+            else f"call wb.fit without {' and '.join(named)}"
             + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
         )
@@ -259,7 +266,7 @@ def check_own(entry: catalog.Strategy, data: Any, eval_data: Any) -> None:
         raise FitError(
             "eval_data must be the same on all workers.",
             seen="wb.data.own(...)",
-            next_step="pass data that every worker has, or evaluate in the cell after wb.fit",
+            next_step="pass the same data on every worker, or evaluate in the cell after wb.fit",
             code="WB-FIT-187",
         )
     if isinstance(data, OwnData):

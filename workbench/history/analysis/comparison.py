@@ -142,7 +142,9 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
     if not any(row.samples_per_s.count for row in rows):
         return ""
     cut = [f"{row.warm_up} of {row.name}" for row in rows if row.warm_up]
-    out = f" (without the first steps: {', '.join(cut)})" if cut else " (no run needed warm-up)"
+    out = (
+        f" (first steps that are left out: {', '.join(cut)})" if cut else " (no run needed warm-up)"
+    )
     return (
         f"Samples per second and the parts of the step time are measured after warm-up{out}. "
         'The column "all steps" shows the samples per second including warm-up.'

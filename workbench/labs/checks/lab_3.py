@@ -197,9 +197,8 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs {found:.4g} "
-            "s, a step with this worker and a step without it must be equally long, but they are "
-            "not.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}, but with a slow worker that needs "
+            f"{found:.4g} s, a step with it and a step without it are not equally long.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
             else "if the slow worker is left out, how large is the part of each of the other "

@@ -429,7 +429,7 @@ def promises(c: Check) -> None:
         given = str(found[name]).strip().lower()
         c.need(
             given in ("a", "b", "c"),
-            f"The answer for `{name}` is {found[name]!r}.",
+            f"The answer for `{name}` is {found[name]!r}, which is not one of the three letters.",
             'write "a", "b" or "c"',
         )
         c.expect(

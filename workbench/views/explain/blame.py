@@ -144,9 +144,10 @@ WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each all-reduce would begin when the last of the other workers is ready",
     "pipeline": "the busiest of the other workers would set the pace. So each step would be "
-    "shorter by the busy time of worker {worker} minus the busy time of that worker. The pipeline "
-    "would also fill faster. The estimate leaves this out, so the real gain is larger",
-    "asynchronous": "a step of worker {worker} would take the other workers' median step time",
+    "shorter by the difference between the busy times of worker {worker} and of that other worker. "
+    "The pipeline would also fill faster. The estimate leaves this out, so the real gain is larger",
+    "asynchronous": "a step of worker {worker} would take as long as the median step of the other "
+    "workers",
 }
 
 

@@ -270,7 +270,7 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
             raise FitError(
                 "The loss must be the mean over the batch, not the sum.",
                 seen=f"reduction={loss.reduction!r}",
-                allowed="reduction='sum_over_batch_size'",
+                allowed="reduction='sum_over_batch_size' (Keras's name for the mean)",
                 code="WB-FIT-102",
             )
         return lambda out, y: tf.reduce_mean(loss.call(y, out))
