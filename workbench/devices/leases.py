@@ -229,7 +229,7 @@ def choose(
         return Choice(cpu=True)
     if not gpus:
         raise ClusterError(
-            "--devices requires GPUs, but no GPU can be used.",
+            f"--devices {devices} requires GPUs, but no GPU can be used.",
             seen=devices,
             allowed="GPUs that the driver reports"
             + " and CUDA_VISIBLE_DEVICES contains" * ("CUDA_VISIBLE_DEVICES" in os.environ)

@@ -65,7 +65,7 @@ class Order:
             raise PlanError(
                 f"This order cannot be given to a run: {wrong}.",
                 seen=f"{self.do} (steps={self.steps!r}, faults={self.faults!r})"[:200],
-                allowed=f"{', '.join(get_args(Does))}; `steps` from 1 to {MOST_STEPS}; "
+                allowed=f"one of {', '.join(get_args(Does))}; `steps` from 1 to {MOST_STEPS}; "
                 "`faults` only with `inject`",
                 code="WB-PLAN-237",
             )

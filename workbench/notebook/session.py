@@ -142,7 +142,7 @@ class Session:
             raise PlanError(
                 "The notebook's cluster was started with other settings.",
                 seen=wanted,
-                allowed=now or "the settings with which the cluster was started, or no settings",
+                allowed=now or "the settings of the running cluster, or leave them out",
                 next_step="run %cluster stop, then %cluster start with your settings",
                 code="WB-PLAN-127",
             )

@@ -453,10 +453,10 @@ def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
     if winner.known == "bounded":
         return f"All strategies except {name} were left out, and the speed of {name} is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
-    words += f": {_rate(rate)} samples/s, {winner.known}"
+    words += f": {_rate(rate)} samples/s ({winner.known})"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)
     if alone is not None and alone is not winner and alone.samples_per_s[0] > 0:
-        words += f", which is {rate / alone.samples_per_s[0]:.2f} times the speed of one device"
+        words += f", {rate / alone.samples_per_s[0]:.2f} times the speed of one device"
     second = next((r for r in rows if r is not winner and r.known in ("measured", "predicted")),
                   None)  # fmt: skip
     if second is None:

@@ -354,7 +354,7 @@ class Agents:
                 return "the cluster's only host has already answered"
             return f"all {self.expected} hosts of the cluster have already answered"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
-            return f"host number {place} has already answered: {holder.name}"
+            return f"{holder.name} has already answered as host number {place}"
         return ""
 
     def _look(self) -> None:

@@ -205,7 +205,7 @@ def _sources(
                 + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""),
                 next_step="pass step_fn=lambda model, batch: ... instead of loss"
                 if name == "data"
-                else "make the batches of `eval_data` pairs (x, y), like the batches of `data`",
+                else "make each batch of `eval_data` a pair (x, y), like each batch of `data`",
                 code="WB-FIT-007",
             )
     return source, evaluation

@@ -397,8 +397,8 @@ class TensorParallel(Partitioned):
                     "device does not have enough free memory to test this. "
                 )
                 text += (
-                    "So Workbench gathers the outputs of these layers. If two layers form a pair, "
-                    "name them: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
+                    "So Workbench gathers the outputs of these layers. To avoid this, name the "
+                    "layers of a pair: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

@@ -120,7 +120,7 @@ class PredictionPicture(Picture, Prediction):
         y = top + PLOT + 46
         legend = "Circles: predicted. Band: should contain 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint dots: measured with a batch size that differs from the prediction."
+            legend += " Faint dots: measured with another batch size than the prediction's."
         if any(p.far for p in self.points):
             legend += " Shaded area: outside the measured range."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)

@@ -49,7 +49,7 @@ SECTIONS.push((() => {
     const hint = kit.h("span", { class: "wbp-muted" }, "Press \"Pause\" at the top of the panel, then \"One step\". Each step is shown here.");
     const step = frame("What happened in this step", "which worker sent what to which worker, with measured sizes and times");
     const blame = frame("Who waited for whom");
-    const victim = kit.h("select", { class: "wbp-input", "aria-label": "Worker to imagine as fast as the others", onchange: () => { seen.what = ""; ask(); } });
+    const victim = kit.h("select", { class: "wbp-input", "aria-label": "What if this worker were as fast as the others?", onchange: () => { seen.what = ""; ask(); } });
     const what = frame("What if one worker were as fast as the others");
     what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
     const calibrate = kit.button("Check the measurement", "Calibration: delay worker 1 by 50 ms in a separate small run, and show what was measured", doCalibrate);

@@ -257,7 +257,8 @@ def used(c: Check) -> None:
             close(found, value, SHARE),
             f"`{name}` agrees with the median time of a step",
             f"`{name}` is {found:.4g}, which does not agree with `step_time_s`",
-            "call `mfu` with the result of `step_flops` for this run, `step_time_s` and the peak"
+            "call `mfu` with three arguments: what `step_flops` returns for this run, "
+            "`step_time_s`, and the peak"
             if name == "used"
             else "a step has 16 sequences of 64 tokens",
         )
