@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused_by_name(workers: Workers) -> None:
         (world, backend), total = report.value
         assert total == 2.0
         assert "WB-CLUSTER-032" in world
-        assert "%%distributed -n 4" in world
+        assert "-n 4" in world
         assert f"world_size=2, rank={rank}" in world
         assert "WB-CLUSTER-033" in backend
         assert "nccl on cpu" in backend

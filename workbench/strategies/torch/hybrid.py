@@ -23,8 +23,8 @@ Workbench itself adds up these gradients, without DistributedDataParallel, becau
 DistributedDataParallel does not know when the last microbatch has left a stage.
 
 Together with its gradients, in the same message, each worker sends the time when it was ready. So
-sync wait and transfer can be measured separately. Workbench names the worker that computed longest in
-the step as the cause of all waits, including waits in other rows and columns. In each step, a
+sync wait and transfer can be measured separately. Workbench names the worker that computed longest
+in the step as the cause of all waits, including waits in other rows and columns. In each step, a
 worker sends the messages of its pipeline, and 2 (d-1)/d times the size of its stage's gradients (a
 ring all-reduce over d pipelines). In each pipeline only the worker with the last stage counts
 samples, so that the sum of the counts is the batch size.
