@@ -510,7 +510,7 @@ def _of_kubernetes(
                 seen=secret,
                 allowed="SECRET:KEY, which sets the environment variable KEY"
                 + ("" if kind == "trainjob" else "; or SECRET, which sets a variable per key"),
-                next_step="write SECRET:KEY: the name of a Secret in the namespace, never its value",
+                next_step="write SECRET:KEY: a name of a Secret in the namespace, never its value",
                 code="WB-PLAN-232",
             )
         if key:
