@@ -570,7 +570,7 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
         return whole("fail", f"crashed ({what}); last finished check: {last}{said}", log,
                      ended.seconds)  # fmt: skip
     if ended.garbage:
-        return whole("fail", "the stage wrote a line that is not a result", log, ended.seconds)
+        return whole("fail", "its program wrote a line that cannot be read", log, ended.seconds)
     if not ended.lines:
         return whole("unknown", "ended without a message", log, ended.seconds)
     bad = sum(line.status == "fail" for line in ended.lines)

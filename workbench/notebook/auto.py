@@ -329,6 +329,6 @@ def _way_out(request: RunRequest) -> str:
     if request.memory_per_worker is not None:
         return "allow more memory (--memory-per-worker), or use more workers"
     return (
-        "run one strategy, which shows its whole error and has no time limit: "
+        "run one strategy alone, to see its whole error, without a time limit: "
         "%%distributed mirrored"
     )

@@ -479,8 +479,8 @@ class Knows:
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
-                f"{values} measured values are too few to show the time of the slowest of {most} "
-                "workers, so this time is extrapolated. More steps improve the estimate."
+                f"{values} measured step times are too few to show how long the slowest of {most} "
+                "workers takes, so this time is extrapolated. More steps improve the estimate."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(

@@ -441,7 +441,7 @@ def _check_on_failure(
             "form one pipeline, so no other worker has the stage of the dead worker.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
             allowed="`heal` with two pipelines or more; `stop`; `replace` with --checkpoint DIR",
-            next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
+            next_step=f"use -n {2 * count} -o stages={count}; or use `replace`",
             code="WB-PLAN-332",
         )
     for name, value in entry.unhealed_with if on_failure == "heal" else ():

@@ -336,7 +336,7 @@ def _figures(run: RunSummary) -> list[str]:
         f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
         f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
         f"{milliseconds(run.step_s * 1e3)}, and compute is {percent(run.compute_share)} of it.",
-        f"Over all steps, as in the table: {number(run.all_per_s)} samples/s.",
+        f"Over all steps (the table counts them too): {number(run.all_per_s)} samples/s.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:

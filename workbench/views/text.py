@@ -551,7 +551,7 @@ def sentences(split: Split) -> list[str]:
             f"{_layers(stage.layers)}, {stage.parameters:,} parameters"
         )
         if math.isfinite(stage.microbatch_s):
-            text += f", {milliseconds(stage.microbatch_s * 1e3)} a microbatch"
+            text += f", {milliseconds(stage.microbatch_s * 1e3)} per microbatch"
         found.append(
             text
             + (

@@ -409,9 +409,7 @@ def lost_time(c: Check) -> None:
             f"{shown} returned {value:.4g}, which is not the fraction of the time that is lost.",
             hint,
         )
-    c.expect(
-        True, "the result includes the pauses, the missing worker and the number of failures", ""
-    )
+    c.expect(True, "the result counts the pauses, the missing worker and every failure", "")
 
 
 @exercise("8.8", "Which strategies can heal")

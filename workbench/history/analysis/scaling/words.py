@@ -94,8 +94,8 @@ def _more(curve: Curve, best: Point) -> str:
     least, most = law.scale / law.high, law.scale / law.low
     return (
         f"By Amdahl's law, {law.serial * 100:.0f} % of one worker's step cannot be divided "
-        "(communication and overhead included). So the speed-up is at most "
-        f"{law.limit:.1f}x ({least:.1f} to {most:.1f}) with any number of workers."
+        "(communication and overhead included). So with any number of workers, the speed-up is at "
+        f"most about {law.limit:.1f}x (95 % interval of this limit: {least:.1f}x to {most:.1f}x)."
     )
 
 

@@ -442,8 +442,7 @@ def gossip(c: Check) -> None:
             found == rounds,
             f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}, which is not the "
             "smallest number of rounds for this factor.",
-            "return the smallest whole number t with second ** t <= factor; `second` is the "
-            "second eigenvalue",
+            "return the smallest whole number t >= 1 with second_eigenvalue(matrix) ** t <= factor",
         )
     c.expect(True, "`second_eigenvalue` and `rounds_to` are right", "")
     for n in (2, 8):

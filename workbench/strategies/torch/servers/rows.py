@@ -12,8 +12,8 @@ whole table had been sent. But the size of a message does not depend on the size
 method needs an optimizer that changes only the rows that have a gradient (`check_row_wise`).
 
 The number of rows differs from step to step, so the size of these messages is not fixed, but it has
-an upper limit. The messages are sent over a socket, even if whole tensors are sent through shared
-memory.
+an upper limit. So these messages always use a socket, even where messages of whole tensors use
+shared memory.
 """
 
 from __future__ import annotations
