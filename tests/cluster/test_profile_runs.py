@@ -144,7 +144,7 @@ def test_windows_that_make_no_sense_are_refused_before_engines_are_touched(book,
 
 def test_a_window_after_the_end_is_refused_on_every_rank(book):
     book.refused(
-        f"%%distributed mirrored --profile 40:45 --plot off\n{fit()}", "40:45", "30 steps", "25:30"
+        f"%%distributed mirrored --profile 40:45 --plot off\n{fit()}", "40:45", "step 29", "25:30"
     )
 
 

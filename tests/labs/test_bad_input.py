@@ -58,7 +58,7 @@ def test_beginning_starts_the_engines_and_beginning_again_clears_them(book):
     assert "right (" in check(book, "1.1")
     engines = session.cluster.ids
     again = book.ok("labs.begin(1, engines=2)").text
-    assert " variables " in again
+    assert "variables of" in again
     assert session.cluster.ids == engines
     assert "has no `square`" in check(book, "1.1")
     assert "0 of 5 right" in book.ok("labs.progress(1)").text
