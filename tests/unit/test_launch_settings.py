@@ -344,7 +344,7 @@ def test_what_is_not_typed_stays_as_the_cluster_has_it(launch: LaunchSettings, l
         (LaunchSettings("mpi"), "start 6 --launcher local", "--launcher local", "mpi"),
         (SLURM, "start 6 --partition cpu", "--partition cpu", "gpu"),
         (SLURM, "start 6 --launcher-option qos=low", "--launcher-option qos=low", "qos=high"),
-        (SLURM, "start 6 --time 60", "--time 60", "started"),
+        (SLURM, "start 6 --time 60", "--time 60", "running"),
         (LaunchSettings("ssh", on=(HostSlots("a", 2),)), "start 6 --on b", "--on b", "a"),
     ],
 )
