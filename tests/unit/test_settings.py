@@ -58,6 +58,13 @@ def test_features_come_from_the_catalog() -> None:
     fit_arguments.check_supported(entry, "fit", ["metrics"])
     with pytest.raises(FitError, match=r"clip_norm, compile.*WB-FIT-027"):
         fit_arguments.check_supported(entry, "fit", ["compile", "clip_norm"])
+    with pytest.raises(FitError, match="WB-FIT-027") as caught:
+        fit_arguments.check_supported(entry, "fit", ["own_data", "clip_norm"])
+    step = str(caught.value.next_step)
+    assert "without clip_norm and with" in step
+    able = [e.name for e in catalog.strategies("torch") if e.supports >= {"own_data", "clip_norm"}]
+    assert able
+    assert all(name in step for name in able)
     with pytest.raises(FitError, match=r"wb\.prepare.*WB-FIT-026"):
         fit_arguments.check_supported(entry, "prepare", [])
 

@@ -213,11 +213,17 @@ _EXPLAINED = {
     "uneven_batches": "a last batch with fewer samples (uneven_batches)",
 }
 """What the features are that are no arguments of `wb.fit`."""
+
 _INSTEAD = {
     "built_optimizer": "a function that makes the optimizer",
     "own_data": "the same data on every worker",
     "uneven_batches": "a batch_size that divides the number of samples",
 }
+
+
+def _change(feature: str) -> str:
+    """Return what to change in a call that uses a feature."""
+    return f"with {_INSTEAD[feature]}" if feature in _INSTEAD else f"without {feature}"
 
 
 def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
@@ -252,9 +258,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(named)}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
-            next_step=f"call wb.fit with {_INSTEAD[missing[0]]}"
-            if missing[0] in _INSTEAD
-            else f"call wb.fit without {' and '.join(named)}"
+            next_step=f"call wb.fit {' and '.join(map(_change, missing))}"
             + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
         )
