@@ -334,11 +334,6 @@ class Throughput:
         return Curve(step=self._first + before, t_s=since_s, mean=rate, low=rate, high=rate)
 
     @property
-    def empty(self) -> bool:
-        """Whether there is no row so far."""
-        return bool(np.isnan(self._begin_s))
-
-    @property
     def nbytes(self) -> int:
         """Memory that the buckets take, in bytes."""
         return self._samples.nbytes + self._steps.nbytes + self._busy_s.nbytes
