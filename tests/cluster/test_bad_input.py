@@ -115,6 +115,7 @@ def test_a_line_that_cannot_be_run_is_refused_before_engines_are_touched(
         ("%distributed", ["WB-PLAN-059"]),
         ("%distributed mirrored --recipe nowhere", ["run", "'nowhere'"]),
         ("%push", ["WB-PLAN-138", "%push x y"]),
+        ("%push 'open", ["WB-PLAN-157"]),
         ("%push no_such_name", ["WB-PLAN-134", "no_such_name"]),
         ("%pull x --from 3", ["--from", "%pull loss"]),
         ("%pull a b --as c", ["WB-PLAN-135", "a, b"]),

@@ -223,6 +223,7 @@ def fails(kind):
         "built closure": {"optimizer": torch.optim.LBFGS(model.parameters())},
         "precision": {"precision": "int8"},
         "clip": {"clip_norm": 0},
+        "names of metrics": {"metrics": ["accuracy"]},
         "metrics": {"loss": None, "step_fn": lambda m, b: 0, "metrics": {"a": len}},
         "eval": {"eval_every": 3},
         "callback": {"callbacks": [3]},

@@ -61,6 +61,21 @@ def sums(names):
     return far
 
 
+def disagrees():
+    """Average a tensor whose type is another one on rank 1; return the error."""
+    import torch
+    import torch.distributed as dist
+
+    from workbench.errors import FitError
+    from workbench.strategies.torch.allreduce.links import Links
+
+    try:
+        Links(dist.group.WORLD).agree(torch.zeros(5, dtype=torch.bfloat16 if rank else torch.float))
+    except FitError as error:
+        return [error.code, error.seen]
+    return None
+
+
 # -- what the naive functions are given ------------------------------------------------------------
 
 

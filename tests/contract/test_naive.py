@@ -108,3 +108,11 @@ def test_every_all_reduce_adds_up_what_the_naive_one_does(workers: Workers) -> N
         assert far.pop("none") > 0.1  # there is something to add up
         assert far.keys() == set(names)
         assert max(far.values()) <= TOLERANCE
+
+
+def test_gradients_of_different_types_are_refused_on_every_worker(workers: Workers) -> None:
+    for report in clean(workers.run("mirrored", naive_cells.disagrees, workers=2)):
+        code, seen = report.value
+        assert code == "WB-FIT-107"
+        assert "rank 0: 5 numbers, torch.float32" in seen
+        assert "rank 1: 5 numbers, torch.bfloat16" in seen

@@ -148,6 +148,7 @@ WRONG = {
     "ragged": "WB-FIT-050", "odd data": "WB-FIT-055", "no pairs": "WB-FIT-007",
     "foreign optimizer": "WB-FIT-062", "odd optimizer": "WB-FIT-063",
     "precision": "precision", "clip": "clip_norm", "metrics": "WB-FIT-019", "eval": "eval_every",
+    "names of metrics": "WB-FIT-193",
     "callback": "callback", "closure": "WB-FIT-046", "built closure": "WB-FIT-046",
 }  # fmt: skip
 

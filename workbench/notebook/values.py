@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
-from ..shared.magic_args import parse_ranks, strip_comment
+from ..shared.magic_args import parse_ranks, tokens
 
 if TYPE_CHECKING:
     from ..session.cluster import Cluster
@@ -71,7 +70,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
 
 
 def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], dict[str, str]]:
-    words, names, flags = shlex.split(strip_comment(line)), [], {}
+    words, names, flags = list(tokens(line)), [], {}
     while words:
         word = words.pop(0)
         if word in known and words:

@@ -143,6 +143,13 @@ def check_objective(
                 else None,
                 code="WB-FIT-018",
             )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise FitError(
+            "`metrics` must be a dictionary of names and functions.",
+            seen=metrics,
+            allowed="metrics={name: fn(output, y) -> the mean over the batch}",
+            code="WB-FIT-193",
+        )
     chosen = dict(metrics or {})
     if chosen and step_fn is not None:
         raise FitError(

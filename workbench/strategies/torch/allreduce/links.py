@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -178,7 +179,10 @@ class Links:
         if any(not torch.equal(other, own) for other in every):
             raise FitError(
                 "The workers' gradients have different sizes or types, so they cannot be averaged.",
-                seen=", ".join(f"rank {r}: {int(e[0])} numbers" for r, e in enumerate(every)),
+                seen=", ".join(
+                    f"rank {rank}: {int(one[0])} numbers, {_name(int(one[1]))}"
+                    for rank, one in enumerate(every)
+                ),
                 next_step="build the same model on every worker",
                 code="WB-FIT-107",
             )
@@ -235,7 +239,13 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _code(dtype: torch.dtype) -> int:
     """Return a number that encodes a dtype, the same in every process."""
-    return int.from_bytes(str(dtype).removeprefix("torch.").encode()[:7], "big")
+    return zlib.crc32(str(dtype).encode())
+
+
+def _name(code: int) -> str:
+    """Return the name of the dtype that a number of `_code` encodes."""
+    types = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    return next((str(one) for one in types if _code(one) == code), "a type unknown to this worker")
 
 
 _CARD_BYTES = 1024
