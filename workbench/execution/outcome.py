@@ -275,9 +275,9 @@ class CellEnd:
         if not missed or there is None:
             return None
         return (
-            "define the name in a %%distributed cell without a strategy, because some strategies "
-            "run a cell on one engine only; or run this cell only on an engine that has the name: "
-            f"%%rank {there}"
+            "define the name in a %%distributed cell without a strategy, which runs on all engines "
+            "(some strategies run a cell on one engine only); or run this cell only on an engine "
+            f"that has the name: %%rank {there}"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -342,7 +342,7 @@ _TRAINS = {
     ),
     "tensorflow": (
         "model.fit, wb.fit, or strategy.run with a step that computes and applies gradients",
-        "train in the cell; if the cell only evaluates or predicts, use %%rank 0 "
+        "train in the cell; if the cell only evaluates or predicts, begin the cell with %%rank 0, "
         "without a strategy",
     ),
 }
@@ -494,7 +494,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
-    rest = "; the other runs have finished" if len(refused) < len(runs) else ""
+    rest = "; no other run failed" if len(refused) < len(runs) else ""
     if not all(run.error is not None and is_refusal(run.error) for run in refused):
         return RunError(
             f"{len(refused)} of {len(runs)} runs failed{rest}.",

@@ -548,8 +548,8 @@ class FarFiles:
         except (ClusterError, OSError) as error:
             step = (
                 f"if the disk is full, free some space in {host.facts.folder} on {host.name}, or "
-                "choose another folder: %cluster start --setup 'export TMPDIR=...'. Workbench does "
-                "not send files that are on a shared disk"
+                "choose another folder: %cluster start --setup 'export TMPDIR=...'; or save the "
+                "files on a shared disk, because Workbench does not need to send such files"
             )
             raise RunError(
                 f"The run's initial weights or checkpoint could not be sent to {host.name}.",
