@@ -305,8 +305,8 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured on the device: {recorder.trouble}. The times recorded for "
-                f"{'this step' if many == 1 else 'these steps'} are times of the CPU.",
+                text=f"{steps} not measured on the device: {recorder.trouble}. The times recorded "
+                f"for {'this step' if many == 1 else 'these steps'} are times of the CPU.",
             )
         )
 

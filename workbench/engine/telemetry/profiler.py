@@ -147,8 +147,8 @@ class Window:
             folder, ours = (where or self.path).parent, cluster_env.folder()
             brought = ours is not None and folder.is_relative_to(ours)  # to the host's path
             self._note(
-                f"The profile of {steps} has one file per engine. run.profiles lists the files; the "
-                "website https://ui.perfetto.dev shows a file."
+                f"The profile of {steps} has one file per engine. run.profiles lists the files; "
+                "the website https://ui.perfetto.dev shows a file."
                 f"{'' if brought else f' Folder: {folder}'}"
             )
 

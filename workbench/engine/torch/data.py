@@ -227,10 +227,10 @@ class StreamSource(Source):
                 events.Warned(
                     rank=self._context.spec.rank,
                     text=f"The loader has {count} processes, and each process reads the whole "
-                    f"stream. So each sample is used {count} times in an epoch. If `steps` ends the "
-                    "training before the end of an epoch, the last samples of the stream may never "
-                    "be used. Make the data set's __iter__ read a different part in each process "
-                    "(torch.utils.data.get_worker_info()), or use num_workers=1.",
+                    f"stream. So each sample is used {count} times in an epoch. If `steps` ends "
+                    "the training before the end of an epoch, the last samples of the stream may "
+                    "never be used. Make the data set's __iter__ read a different part in each "
+                    "process (torch.utils.data.get_worker_info()), or use num_workers=1.",
                 )
             )
 

@@ -241,12 +241,8 @@ def has_group() -> bool:
 def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
-        raise ClusterError(
-            "The engine did not receive the address of the TCPStore, through which workers find "
-            "each other.",
-            seen=spec.run_id,
-            code="WB-CLUSTER-030",
-        )
+        what = "The engine did not receive the address through which workers find each other."
+        raise ClusterError(what, seen=spec.run_id, code="WB-CLUSTER-030")
     host, port = spec.store
     _store_port = port  # an interrupt breaks this connection too, even while it is being made
     stores: Any = dist  # torch has the stores, but does not declare them as exported

@@ -257,7 +257,8 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         ]
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(named)}.",
-            allowed=f"with this strategy: {', '.join(sorted(entry.supports)) or 'no optional argument'}",
+            allowed=f"{', '.join(sorted(entry.supports)) or 'no optional argument'} (with this "
+            "strategy)",
             next_step=f"call wb.fit {' and '.join(map(_change, missing))}"
             + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
@@ -375,8 +376,8 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
             events.Warned(
                 rank=context.spec.rank,
                 text="An earlier run has trained this model, so this run does not begin with new "
-                "weights. The loss of this run cannot be compared with the loss of other runs. Build "
-                "the model in the cell that trains it.",
+                "weights. The loss of this run cannot be compared with the loss of other runs. "
+                "Build the model in the cell that trains it.",
                 topic=Topic.TRAINED_BEFORE,
             )
         )
