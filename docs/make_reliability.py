@@ -287,8 +287,8 @@ def a_class(found: dict[str, Any]) -> str:
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
         f"cores need half the time, this takes about {server_s:.0f} s on {SERVER_CORES} "
         f"cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} cores and "
-        f"{server_gb(STUDENTS * each_gb)} GB (the smallest usual size that leaves at least a quarter "
-        "of the memory free).",
+        f"{server_gb(STUDENTS * each_gb)} GB (the smallest usual size that leaves at least a "
+        "quarter of the memory free).",
     ]
     return "\n".join(lines)
 
