@@ -288,8 +288,8 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
             print(f"{one.id} {'stopped' if gone else 'is still running'}")
     if left:
         print(
-            f"some processes of these clusters still run: {', '.join(left)}; run `workbench stop` "
-            "again",
+            f"some processes of these clusters still run: {', '.join(left)}; to end them, run "
+            f"`workbench stop {' '.join(left)}` again",
             file=sys.stderr,
         )
     return 1 if left else 0
@@ -532,8 +532,8 @@ def notebooks_folder() -> Path:
         if (folder / QUICKSTART).exists():
             return folder
     raise WorkbenchError(
-        "The notebooks are not installed.",
-        next_step="clone the repository, and install Workbench from the clone",
+        "Workbench's notebooks are not installed.",
+        next_step="clone Workbench's repository with git, and install Workbench from the clone",
         code="WB-GEN-005",
     )
 

@@ -127,7 +127,7 @@ def too_little(framework: str) -> str:
     needed = NEEDED_BYTES[framework] + SPARED * whole
     if free >= needed:
         return ""
-    return f"{free / 1e6:.0f} MB of memory are free, but {needed / 1e6:.0f} MB are needed"
+    return f"the import needs {needed / 1e6:.0f} MB of free memory, but only {free / 1e6:.0f} MB are free"
 
 
 def memory() -> tuple[int, int]:
