@@ -362,7 +362,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
     figures: dict[str, Any] = {"address": here.address, "sockets": LEAST_PORTS - 1}
     if settings.ports is not None:
         free = len(free_ports(here.address, settings.ports))
-        which = f"{settings.ports[0]}-{settings.ports[1]} ({free} ports of this range are free)"
+        which = f"{settings.ports[0]}-{settings.ports[1]}, {free} of these ports are free"
         figures["free_ports"] = free
         if free < LEAST_PORTS:
             status, step = (
