@@ -149,7 +149,11 @@ def cluster_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="%cluster", add_help=False, description="Start, show and stop engines.")
     add = parser.add_argument
     add("action", nargs="?", default="status", help=", ".join(ACTIONS))
-    add("values", nargs="*", help="start: number of engines; other actions: engine ids")
+    add(
+        "values",
+        nargs="*",
+        help="start: number of engines; attach: id of a cluster; other actions: engine ids",
+    )
     add("--devices", help="`auto`, `cpu`, `cuda`, or GPU numbers such as 0,1")
     add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
     keep = "start: engines continue after this notebook ends; `attach` connects to them again"

@@ -258,7 +258,7 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with `auto`: time limit in seconds for all short runs that compare strategies",
+        help="with `auto`: time limit in seconds for all short runs together",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -269,7 +269,7 @@ class RunRequest(RunSettings):
         "",
         metavar="DIR",
         trains=True,
-        help="write a job folder and do not train here; torchrun can start the job on any machine",
+        help="write a job folder and do not train here; the job can be started on any machine",
         without="the cell is trained here",
         example="%%distributed mirrored -n 2 --to-job job",
     )

@@ -146,7 +146,8 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
             raise FitError(
                 "`split_at` must name layers at which a stage can begin.",
                 seen=f"split_at={word}",
-                allowed=", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
+                allowed="the number or the name of a layer: "
+                + ", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
                 next_step="name layers of the model, but not the first layer",
                 code="WB-FIT-077",
             )

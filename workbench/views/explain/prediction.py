@@ -376,7 +376,7 @@ class ChoicePicture(Picture, Choice):
         known = self.seconds == self.seconds
         spent = ""
         if known:
-            spent = f"The short measuring runs took {_time(self.seconds)} in total. "
+            spent = f"The short runs took {_time(self.seconds)} in total. "
         text = "Measured rates have 95 % intervals, and predicted rates have 90 % intervals."
         return [spent + text, *self.notes]
 

@@ -220,10 +220,10 @@ class Closures:
             late = [rank for rank, since_s in self._running.items() if clock() - since_s > STALL_S]
         if late:
             raise ClusterError(
-                f"Worker {late[0]} does not finish the function that was scheduled on it.",
+                f"Worker {late[0]} has not finished the function that was scheduled on it.",
                 seen=f"no result for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart starts new "
-                "engines; if all are alive, do less work in each function",
+                "engines; if all engines are alive, do less work in each function",
                 code="WB-CLUSTER-045",
             )
 
