@@ -148,6 +148,10 @@ def flags(entry) -> str:
     return "" if entry.framework == "torch" else f" --framework {entry.framework}"
 
 
+MEANT = {"own_data": "`own_data` (`wb.data.own`)"}
+"""Features whose names do not say what they are."""
+
+
 def facts(entry) -> str:
     """Return the other facts of the catalog about a strategy, as a list."""
     from workbench import catalog
@@ -173,7 +177,10 @@ def facts(entry) -> str:
         who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"
         lines.append(f"- on GPUs, {who} {able}")
     if missing := sorted(catalog.FIT_FEATURES - entry.supports):
-        lines.append("- not supported: " + ", ".join(f"`{name}`" for name in missing))
+        lines.append(
+            "- not supported by `wb.fit` under this strategy: "
+            + ", ".join(MEANT.get(name, f"`{name}`") for name in missing)
+        )
     if entry.links:
         lines.append(
             "- links: `--inject bandwidth=...` and `--inject latency=...` simulate a slower link"

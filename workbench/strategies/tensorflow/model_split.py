@@ -9,8 +9,8 @@ saves memory, but never time.
     device 1:       . . . . stage 1 --activations--> <--gradients-- stage 1   . . . . . -> update
     device 2:       . . . . . . . . . stage 2 -> loss -> stage 2 . . . . . .  . . . . . -> update
 
-With p equal stages, each stage is busy for 1/p of the time; the rest of the time is its bubble.
-PyTorch's `model_split` makes the bubble smaller with microbatches.
+If all p stages take the same time, each stage is busy for 1/p of the step's time. The rest of the
+time is its bubble. PyTorch's `model_split` makes the bubble smaller with microbatches.
 
 Sums are computed in the same order as on one device, so the result is the same.
 

@@ -25,7 +25,7 @@ If a cell writes other files, use a different path for each rank, or write them 
 
 Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
 would wait forever for a missing worker, and block every thread of its process. If a collective
-operation hangs later, it ends after `timeout_s` seconds.
+operation (such as an all-reduce) hangs later, it ends after `timeout_s` seconds.
 
 Every worker opens a gRPC server for the run. The server listens on every network interface, even if
 its address is 127.0.0.1. After the run, no process can connect to it. The engines lose the
