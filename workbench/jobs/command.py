@@ -85,7 +85,7 @@ def add_job_commands(commands: Any) -> None:
              "the job's output")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
-        help="how long to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
+        help="seconds to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
     control = _command(commands, "control", "stop, pause or slow down a run on another machine")
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip

@@ -386,7 +386,8 @@ class SshPlace(_Streamed):
             raise RunError(
                 "The run cannot be followed over ssh.",
                 seen=words,
-                next_step=f"try: {shlex.join(self._ssh)} python3 --version",
+                next_step=f"try this command in a terminal: {shlex.join(self._ssh)} python3 "
+                "--version",
                 code="WB-RUN-114",
             )
 
