@@ -132,8 +132,8 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
     state = "already listens" if before else "listens"
     return (
         f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
-        f"VS Code, launch.json:\n{json.dumps(entry, indent=2)}\n"
-        f"From another machine: ssh -L {port}:127.0.0.1:{port} {host}\n"
+        f"For VS Code, write this into launch.json:\n{json.dumps(entry, indent=2)}\n"
+        f"On another machine, first run: ssh -L {port}:127.0.0.1:{port} {host}\n"
         "While VS Code is attached, breakpoint() stops in VS Code. debugpy needs no password: "
         f"anyone who has an account on {host} can attach."
     )

@@ -132,7 +132,8 @@ def _silent(where: str, why: str) -> ClusterError:
         "No TPU answers at the given address.",
         seen=f"{where}: {why}",
         allowed="the gRPC address of a running TPU, its name in Google Cloud, or `local`",
-        next_step=f"correct {variable}, or remove it and use the strategy `mirrored`",
+        next_step=f"correct the environment variable {variable}, or remove it and use the "
+        "strategy `mirrored`",
         code="WB-CLUSTER-048",
     )
 

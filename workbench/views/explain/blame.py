@@ -61,7 +61,7 @@ class BlameMatrix(Picture, Blame):
         """Return which steps were counted."""
         return [
             f"{self._counted()}. Rows: waiting workers. Columns: the workers that caused the "
-            "waits. Means per step."
+            "waits. Each value is a mean per step."
         ]
 
     def _counted(self) -> str:

@@ -72,7 +72,10 @@ clock = time.perf_counter
 STALL_S = 120.0
 """After this time, a closure counts as one that will never end."""
 
-UNMEASURED = "pull, computation and push are in one closure, and only the whole closure is timed"
+UNMEASURED = (
+    "pull, computation and push are in one function that the worker runs (a closure), and only the "
+    "whole function is timed"
+)
 
 
 class Step(cluster_coordinator.Closure):  # type: ignore[misc]

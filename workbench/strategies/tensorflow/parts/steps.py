@@ -287,8 +287,8 @@ class Steps:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
                 f"TensorFlow traced the step {often}: it built a graph from the step's Python "
-                f"code. The tracing took {self._traced_s:.1f} s in total. The measured step times do "
-                "not include the tracing."
+                f"code. The tracing took {self._traced_s:.1f} s in total. The measured step times "
+                "do not include the tracing."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
