@@ -353,8 +353,8 @@ def _add_grade(commands: Any) -> None:
     add("--disk", type=float, default=5.0, metavar="GB",
         help="limit for the files that a notebook writes (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="number of notebooks that are graded at the same time (default 1, because labs "
-             "measure times)")  # fmt: skip
+        help="number of notebooks that are graded at the same time (default 1, because "
+             "notebooks that run together change the times that labs measure)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the lab that the notebook names)")  # fmt: skip
 

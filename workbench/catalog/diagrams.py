@@ -151,7 +151,7 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         )
         who = f"The workers with ranks below {p}" if beyond else "The workers"
         text = (
-            f"{who} form pairs with ranks that differ by {1 << k}. The two workers of a pair "
+            f"{who} form pairs. The ranks of a pair differ by {1 << k}. The two workers of a pair "
             "exchange their tensors and add them up."
         )
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
@@ -251,8 +251,8 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"Before a server answers the workers, it sends {what} to the server that has a copy of "
-        "its parameters."
+        f"Before a server answers the workers, it sends {what} to a second server, which has a "
+        "copy of the first server's parameters."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 

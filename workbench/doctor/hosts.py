@@ -373,7 +373,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
     if here.address.startswith("127.") and not _same(here, hosts):
         status, step = "fail", "use --listen with the address at which the hosts reach this machine"
     where = f"{here.address} ({here.interface or 'no interface'})"
-    found = f"needs {LEAST_PORTS - 1} ports, all of them on {where}"
+    found = f"the notebook needs {LEAST_PORTS - 1} ports, all of them on {where}"
     return [Line(id, status, what, f"{found}: {which}", step, figures=figures)]
 
 

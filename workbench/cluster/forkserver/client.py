@@ -457,7 +457,7 @@ class WarmParent:
         if self._process is not None and not self._stopped:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"the warm parent (pid {end.pid}), which forks engines: {end.text}"
+            parent = f"the warm parent (pid {end.pid}, ended with {end.text}), which forks engines"
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))

@@ -152,7 +152,7 @@ class HostedEngines:
     def _late(self, found: int, wanted: int, waits: Queued | None, waited_s: float) -> ClusterError:
         if waits is not None:
             return ClusterError(
-                f"The job did not begin within {waited_s:.0f} s, so Workbench cancelled it.",
+                f"Slurm did not start the job within {waited_s:.0f} s, so Workbench cancelled it.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
                 next_step=f"wait longer: --start-timeout {math.ceil(waited_s / 1800)}h; `squeue` "
                 "shows the waiting jobs",
@@ -165,8 +165,9 @@ class HostedEngines:
             if wanted
             else f"Not all hosts answered within {waited_s:.0f} s.",
             seen=f"answers from {names}",
-            next_step="check whether a firewall blocks connections from the hosts to this machine "
-            "(--ports, --listen), or run `workbench doctor --on HOST`",
+            next_step="run `workbench doctor --on HOST`, which checks the connection to a host; if "
+            "a firewall blocks connections to this machine, choose open ports with --ports, and "
+            "another address of this machine with --listen",
             code="WB-CLUSTER-067",
         )
 

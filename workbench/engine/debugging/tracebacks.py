@@ -529,7 +529,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"(?:loss|linear|conv\w*)\(\): argument 'input' .+ must be Tensor, not NoneType",
-        "the model, or a layer in it, returned nothing: let its forward() return the result",
+        "the model, or a layer in it, returned nothing: its forward() must `return` the result",
     ),
     (
         r"before Module\.__init__\(\) call",
