@@ -498,7 +498,8 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         alone = f"    torchrun --standalone --nproc-per-node {processes} train.py"
         lines += ["On one host:", "", alone, ""]
         lines += [
-            (f"On N hosts with P processes each (N x P = {processes}), run this on each host:"),
+            f"On N hosts with P processes each (N x P = {processes}), run this on each host "
+            "(HOST is the name of one of these hosts):",
             "",
         ]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "

@@ -427,7 +427,8 @@ class SshPlace(_Streamed):
                 raise RunError(
                     "You cannot control this run: your user cannot read the run's secret key.",
                     seen=self.where,
-                    next_step="wait until the run has begun, and follow it as the job's user",
+                    next_step="wait until the run has begun, and follow the run as the user who "
+                    "started the job",
                     code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)

@@ -103,7 +103,7 @@ class Local:
             raise ClusterError(
                 "This machine has fewer GPUs than requested.",
                 seen=f"gpus_per_node={resources.gpus_per_node}",
-                allowed=f"gpus_per_node={found} or less",
+                allowed=f"gpus_per_node from 0 to {found}",
                 next_step=f"use gpus_per_node={found}, or another platform",
                 code="WB-CLUSTER-095",
             )
