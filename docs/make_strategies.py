@@ -60,7 +60,8 @@ first for the pair whose `optimizer.step()` comes last in each iteration. Only t
 first model. If you save checkpoints, pass the other models and their optimizers to the first
 `wb.prepare`: `keep=[netD, optD]`.
 
-If an optimizer has parameters whose gradients are not averaged, a warning shows their shapes.
+If an optimizer updates parameters of a model that you did not pass to `wb.prepare`, the gradients
+of these parameters are not averaged. A warning shows the shapes of these parameters.
 """
 
 

@@ -7,9 +7,9 @@ are added up. Then each replica updates its own copy of the parameters, so the c
     device 1:  forward, backward --+-- all-reduce (sum) -+-> update
     device 2:  forward, backward --+                     +-> update
 
-Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
-These values are averaged over the replicas at the end of each step. In BatchNorm, each replica
-normalises over its own share of the batch.
+Some Keras layers also keep values that are not learnt from gradients (BatchNorm's moving
+statistics). These values are averaged over the replicas at the end of each step. In BatchNorm, each
+replica normalises over its own share of the batch.
 
 Embeddings work as in TensorFlow without Workbench. The gradient of an Embedding is a list of rows,
 and Adam, RMSprop and Adagrad square each row of this list separately. A lookup that depends on a
