@@ -570,7 +570,7 @@ def labels(source: Source) -> NDArray[np.int64]:
             "The option `skew` divides samples by class, but these samples have no class (label).",
             seen="samples that are not pairs (x, y)"
             if target is None
-            else f"y of {target.dtype}, {target.dim()}-d",
+            else f"y: {target.dtype}, number of dimensions: {target.dim()}",
             allowed="pairs (x, y), where y is one whole number per sample",
             next_step="remove -o skew",
             code="WB-FIT-058",
