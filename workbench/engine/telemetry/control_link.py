@@ -305,7 +305,7 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured on the device: {recorder.trouble}. The times recorded "
+                text=f"{steps} not measured: {recorder.trouble}. The times recorded "
                 f"for {'this step' if many == 1 else 'these steps'} are times of the CPU.",
             )
         )
