@@ -2,8 +2,8 @@
 
 The cell runs on one engine, the coordinator. The coordinator does not compute; it schedules
 closures (functions that compute one step), and an idle worker takes the next closure. In a closure,
-a worker reads the variables from the servers and computes the gradients of its own batch. Then the
-servers apply these gradients:
+a worker reads the variables from the servers and computes the gradients of its share of a batch.
+Then the servers apply these gradients:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
                        |               |              |
