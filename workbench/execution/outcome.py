@@ -275,9 +275,9 @@ class CellEnd:
         if not missed or there is None:
             return None
         return (
-            "define the name in a %%distributed cell without a strategy, which runs on all engines "
-            "(some strategies run a cell on one engine only); or run this cell only on an engine "
-            f"that has the name: %%rank {there}"
+            "define the name in a %%distributed cell without a strategy: such a cell runs on all "
+            "engines, but some strategies run a cell on one engine only. Or run this cell only on "
+            f"an engine that has the name: %%rank {there}"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:

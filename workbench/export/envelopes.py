@@ -260,7 +260,7 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     if missing := [need for need in needs if not getattr(resources, need)]:
         raise PlanError(
             f"The platform `{envelope.name}` needs more arguments: {', '.join(missing)}.",
-            seen="nothing",
+            seen=", ".join(f"no {need}" for need in missing),
             next_step="add " + ", ".join(f"{need}=..." for need in missing),
             code="WB-PLAN-225",
         )

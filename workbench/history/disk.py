@@ -610,7 +610,7 @@ def final_weights(
             step = (
                 "call run.weights() without a rank"
                 if others
-                else "train again with the cell of run.to_cell()"
+                else "train again with the cell that run.to_cell() returns"
             )
         raise RunError(
             f"Run {name} has no weights{whose}.",

@@ -66,9 +66,8 @@ def add_job_commands(commands: Any) -> None:
         help="a run folder, a job folder (Workbench reads its newest run), or a folder that "
              "run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
-        help='the command fails if this is true: "samples_per_s < 0.95" tests the ratio of a run '
-             "to the first run; "
-             '"loss > 0.5 abs" tests the value of a run')  # fmt: skip
+        help='condition under which the command fails: "samples_per_s < 0.95" tests the ratio '
+             'of a run to the first run; "loss > 0.5 abs" tests the value of a run')  # fmt: skip
     jobs = _command(
         commands, "jobs", "list the jobs that you submitted; cancel a job, or show its output"
     )

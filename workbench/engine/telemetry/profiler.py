@@ -112,7 +112,8 @@ class Window:
             self._done = True
             self._note(
                 f"No profile: the training was already at step {step}, so the steps of --profile "
-                f"{self.start}:{self.stop} were over. Give --profile a later range of steps."
+                f"{self.start}:{self.stop} were over. Give --profile a later or longer range of "
+                "steps."
             )
             return False
         try:

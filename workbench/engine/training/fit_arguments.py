@@ -257,8 +257,8 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         ]
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(named)}.",
-            allowed=f"{', '.join(sorted(entry.supports)) or 'no optional argument'} (with this "
-            "strategy)",
+            allowed="with this strategy: "
+            + (", ".join(sorted(entry.supports)) or "no optional argument"),
             next_step=f"call wb.fit {' and '.join(map(_change, missing))}"
             + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
