@@ -84,8 +84,8 @@ def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
     add = (
         "Each worker divides its tensor into N chunks. In each round, it sends one chunk to the "
-        "next worker, and adds the chunk that it receives to its own. At the end, each worker has "
-        "one finished chunk, which is the sum over all workers."
+        "next worker, receives one from the previous worker, and adds the received chunk to its "
+        "own chunk. At the end, each worker has one finished chunk: its sum over all workers."
     )
     gather = (
         "Each worker sends the finished chunks to the next worker, until all workers have the "

@@ -82,8 +82,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
-                help="size of the buckets (groups of gradients) that the backend averages during "
-                "the backward pass",
+                help="size in MB of the buckets (groups of gradients) that the backend averages "
+                "during the backward pass",
             ),
             Option(
                 "find_unused_parameters", "bool", False,

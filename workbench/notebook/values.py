@@ -106,8 +106,9 @@ def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
 def to_a_cell(text: str) -> bool:
     """Put text into a new cell below the running cell; the new cell is not run.
 
-    Only the reply to a cell can carry the text, so a button's callback cannot do this. The panel
-    then shows the text with a button that copies it.
+    Only the reply to a cell can carry the text, so a button's callback cannot do this. In
+    JupyterLab and Notebook 7 the panel inserts its cells itself; elsewhere it shows the text with
+    a button that copies it.
 
     Returns:
         Whether the notebook got the text; otherwise the caller must show it.

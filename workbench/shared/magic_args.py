@@ -220,8 +220,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         "--listen",
         dest="listen",
         metavar="WHERE",
-        help="where the notebook listens: an address, an interface, a network such as 10.0.0.0/8, "
-        "or a host name",
+        help="address of the notebook's machine to which engines on other hosts connect: an IP "
+        "address, an interface, a network such as 10.0.0.0/8, or a host name",
     )
     add("--ports", metavar="A-B", help="range of ports to listen on")
     add(
@@ -242,7 +242,12 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         help="debug: run this pdb command or expression, without a prompt; can be repeated",
     )
     add("--port", metavar="P", help="debug: start debugpy on this loopback port; 0: any free port")
-    add("-f", "--follow", action="store_true", help="logs: show new lines until an interrupt")
+    add(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="logs: show new lines until you interrupt the cell",
+    )
     add(
         "-n",
         "--lines",
