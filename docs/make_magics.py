@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "magics.md"
 BEGIN, END = "<!-- {}: written by make_magics.py -->", "<!-- end of {} -->"
 CODE = re.compile(
-    r"^(?:start|attach|ssh|slurm|debug|logs)(?=: )|"
+    r"(?:^|(?<=; ))(?:start|attach|ssh|slurm|debug|logs)(?=: )|"
     r"(?<![\w-])(?:--[a-z][\w-]*(?: heal)?|@?wb\.[\w.]*\w|"
     r"[\w.@]+[=:@][\w.@=:,]*\w|\w+=\.{3}|'#SBATCH \.{3}'|\d+(?:\.\d+){3}/\d+|\[\d,\d\]|\d[,-]\d|"
     r"torch|tensorflow|local|ssh|slurm|mpi|sbatch|mpiexec)(?![\w-])"
@@ -44,8 +44,8 @@ CLUSTER: dict[str, tuple[str, str]] = {
         "%cluster start 8 --launcher slurm --launcher-option qos=high",
     ),
     "--listen": (
-        "loopback; if engines run on other machines, the address from which the notebook connects "
-        "to these machines",
+        "loopback (only this machine); if engines run on other machines, the address from which "
+        "the notebook connects to these machines",
         "%cluster start 4 --launcher slurm --listen eth0",
     ),
     "--ports": ("any free ports", "%cluster start 4 --launcher slurm --ports 20000-20100"),
@@ -67,7 +67,8 @@ CLUSTER: dict[str, tuple[str, str]] = {
 ACTIONS: dict[str, tuple[str, str]] = {
     "start": (
         "%cluster start 4",
-        "starts engines (by default 2); if engines already run, adds engines up to this number",
+        "starts 4 engines (without a number: 2); if engines already run, adds engines until there "
+        "are 4",
     ),
     "status": ("%cluster", "shows a row per engine: device, CPU, memory, state, last log line"),
     "restart": (
@@ -78,10 +79,11 @@ ACTIONS: dict[str, tuple[str, str]] = {
         "%cluster logs 1",
         "shows the last lines of engine 1's log; without an id, of every engine's log",
     ),
-    "stacks": ("%cluster stacks", "shows the current stack of every thread of every engine"),
+    "stacks": ("%cluster stacks", "shows the current call stack of every thread of every engine"),
     "debug": (
         "%cluster debug",
-        "opens a debugger for the failure of the rank that failed first, or of the given rank",
+        "opens a debugger for a paused engine, otherwise for the engine that failed first; with an "
+        "id, for this engine",
     ),
     "free": (
         "%cluster free",

@@ -39,10 +39,10 @@ RIVALS = {
 GROWTH = {
     "kernel_mb": "memory of the kernel, MB",
     "engines_mb": "memory of the engines and their helpers together, MB",
-    "files": "files of the kernel",
+    "files": "open files of the kernel",
     "threads": "threads of the kernel",
     "processes": "processes",
-    "engine_files": "files of the engines and their helpers",
+    "engine_files": "open files of the engines and their helpers",
     "shared_memory": "shared memory files",
     "temporary": "temporary folders",
 }
@@ -285,9 +285,10 @@ def a_class(found: dict[str, Any]) -> str:
         f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
         f"{STUDENTS} / {one['notebooks']} × "
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
-        f"cores need half the time, it is ready after about {server_s:.0f} s on {SERVER_CORES} "
+        f"cores need half the time, this takes about {server_s:.0f} s on {SERVER_CORES} "
         f"cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} cores and "
-        f"{server_gb(STUDENTS * each_gb)} GB.",
+        f"{server_gb(STUDENTS * each_gb)} GB (the smallest usual size that leaves at least a "
+        "quarter of the memory free).",
     ]
     return "\n".join(lines)
 

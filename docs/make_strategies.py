@@ -60,7 +60,8 @@ first for the pair whose `optimizer.step()` comes last in each iteration. Only t
 first model. If you save checkpoints, pass the other models and their optimizers to the first
 `wb.prepare`: `keep=[netD, optD]`.
 
-If an optimizer has parameters whose gradients are not averaged, a warning shows their shapes.
+If an optimizer updates parameters of a model that you did not pass to `wb.prepare`, the gradients
+of these parameters are not averaged. A warning shows the shapes of these parameters.
 """
 
 
@@ -148,6 +149,10 @@ def flags(entry) -> str:
     return "" if entry.framework == "torch" else f" --framework {entry.framework}"
 
 
+MEANT = {"own_data": "`own_data` (`wb.data.own`)"}
+"""Features whose names do not say what they are."""
+
+
 def facts(entry) -> str:
     """Return the other facts of the catalog about a strategy, as a list."""
     from workbench import catalog
@@ -173,7 +178,10 @@ def facts(entry) -> str:
         who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"
         lines.append(f"- on GPUs, {who} {able}")
     if missing := sorted(catalog.FIT_FEATURES - entry.supports):
-        lines.append("- not supported: " + ", ".join(f"`{name}`" for name in missing))
+        lines.append(
+            "- not supported by `wb.fit` under this strategy: "
+            + ", ".join(MEANT.get(name, f"`{name}`") for name in missing)
+        )
     if entry.links:
         lines.append(
             "- links: `--inject bandwidth=...` and `--inject latency=...` simulate a slower link"

@@ -288,8 +288,8 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
             print(f"{one.id} {'stopped' if gone else 'is still running'}")
     if left:
         print(
-            f"some processes of these clusters still run: {', '.join(left)}; run `workbench stop` "
-            "again",
+            f"some processes of these clusters still run: {', '.join(left)}; to end them, run "
+            f"`workbench stop {' '.join(left)}` again",
             file=sys.stderr,
         )
     return 1 if left else 0
@@ -353,8 +353,8 @@ def _add_grade(commands: Any) -> None:
     add("--disk", type=float, default=5.0, metavar="GB",
         help="limit for the files that a notebook writes (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="number of notebooks that are graded at the same time (default 1, because labs "
-             "measure times)")  # fmt: skip
+        help="number of notebooks that are graded at the same time (default 1, because "
+             "notebooks that run together change the times that labs measure)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the lab that the notebook names)")  # fmt: skip
 
@@ -532,8 +532,8 @@ def notebooks_folder() -> Path:
         if (folder / QUICKSTART).exists():
             return folder
     raise WorkbenchError(
-        "The notebooks are not installed.",
-        next_step="clone the repository, and install Workbench from the clone",
+        "Workbench's notebooks are not installed.",
+        next_step="clone Workbench's repository with git, and install Workbench from the clone",
         code="WB-GEN-005",
     )
 

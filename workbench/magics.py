@@ -107,7 +107,7 @@ class WorkbenchMagics(Magics):
         except KeyboardInterrupt:
             progress.done()
             raise ClusterError(
-                "The start was interrupted. It left no engine and no job behind."
+                "The start of the engines was interrupted. No engine runs, and no job is queued."
                 if session.cluster is None
                 else "The start of more engines was interrupted.",
                 next_step="start the engines again: run the same %cluster start line",
@@ -119,11 +119,14 @@ class WorkbenchMagics(Magics):
         progress.done(cluster.status())
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
-            print(f"{count} engines are running; to train on fewer engines, use -n")  # noqa: T201
+            print(  # noqa: T201
+                f"{count} engines are running; to train on fewer engines, use -n in the line with "
+                "%%distributed"
+            )
         if why := cluster.engine_set.put_off:
             print(  # noqa: T201
-                "The engines started more slowly, because Workbench did not import the framework "
-                f"in advance: {why}"
+                "The engines started more slowly than usual, because Workbench did not import the "
+                f"framework in advance: {why}"
             )
         if asked.keep:
             print(kept_words(cluster.keeping))  # noqa: T201
@@ -234,7 +237,7 @@ class WorkbenchMagics(Magics):
             raise PlanError(
                 "--plain needs a folder for the job."
                 if not asked.to_job
-                else "A job needs one strategy."
+                else "A job needs exactly one strategy."
                 if len(asked.strategies) != 1
                 else "A job is one training, so it cannot have several seeds.",
                 seen=f"{', '.join(asked.strategies) or 'no strategy'}"

@@ -268,7 +268,7 @@ def test_the_steps_asked_for_are_named_where_fewer_were_taken(total: int, said: 
 
 def test_steps_beyond_those_asked_for_are_the_busiest_workers() -> None:
     run = replace(make_summary("parameter_server"), total_steps=15, joined=False)
-    assert re.match(r"20 steps \(.*busiest", summary_table(run).notes[0])
+    assert re.match(r"20 steps \(.*most steps", summary_table(run).notes[0])
 
 
 def test_a_summary_says_when_workers_went_and_came() -> None:

@@ -83,8 +83,9 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
     add = (
-        "In each round, every worker sends one chunk to the next worker, and adds the received "
-        "chunk to its own chunk. At the end, each worker has one finished chunk of the sum."
+        "Each worker divides its tensor into N chunks. In each round, it sends one chunk to the "
+        "next worker, receives one from the previous worker, and adds the received chunk to its "
+        "own chunk. At the end, each worker has one finished chunk: its sum over all workers."
     )
     gather = (
         "Each worker sends the finished chunks to the next worker, until all workers have the "
@@ -150,7 +151,7 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         )
         who = f"The workers with ranks below {p}" if beyond else "The workers"
         text = (
-            f"{who} form pairs with ranks that differ by {1 << k}. The two workers of a pair "
+            f"{who} form pairs. The ranks of a pair differ by {1 << k}. The two workers of a pair "
             "exchange their tensors and add them up."
         )
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
@@ -179,12 +180,12 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
     leaders = [group[0] for group in groups]
     within = (
-        "In each group (a host or a block of workers), one worker is the leader. The leader adds "
-        "up the tensors of its group."
+        "The workers of a host form a group. With only one host, a group is a block of workers. "
+        "One worker of each group, the leader, adds up the tensors of its group."
     )
     text = (
-        "The L leaders add up their sums in a ring. This takes 2(L-1) rounds. In each round, each "
-        "leader sends 1/L of the bytes."
+        "The L leaders add up the sums of their groups in a ring. This takes 2(L-1) rounds. In "
+        "each round, each leader sends 1/L of a tensor."
     )
     return (
         Phase("Reduce in groups", within, arrows=up, formula=unit),
@@ -250,8 +251,8 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"Before a server answers the workers, it sends {what} to the server that has a copy of "
-        "its parameters."
+        f"Before a server answers the workers, it sends {what} to a second server, which has a "
+        "copy of the first server's parameters."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 
@@ -539,7 +540,7 @@ def messages(
     if workers > MOST_WORKERS:
         raise PlanError(
             "A diagram with so many workers is not readable.", seen=f"workers={workers}",
-            allowed=f"1 to {MOST_WORKERS}", next_step="use workers=8: its diagram "
+            allowed=f"1 to {MOST_WORKERS} workers", next_step="use workers=8: its diagram "
             "shows the pattern for any number of workers",
             code="WB-PLAN-009",
         )  # fmt: skip

@@ -82,8 +82,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
-                help="size of the buckets (groups of gradients) that the backend averages during "
-                "the backward pass",
+                help="size in MB of the buckets (groups of gradients) that the backend averages "
+                "during the backward pass",
             ),
             Option(
                 "find_unused_parameters", "bool", False,
@@ -156,7 +156,7 @@ TORCH: tuple[Strategy, ...] = (
             ("sync", "staleness_aware_lr", "with sync=true, no gradient is stale"),
             ("sync", "pull_every", "with sync=true, workers pull the parameters in every step"),
             ("replicas", "consistency", "with consistency=snapshot, only server 0 knows which "
-             "version the other servers must send, so no copy can replace server 0"),
+             "version the other servers must send, so no other server can replace server 0"),
         ),
         spares_workers=True,
         options=(
@@ -338,8 +338,8 @@ TORCH: tuple[Strategy, ...] = (
         linear_only=True,
         links=True,
         excludes=(
-            ("fragments", "fraction", "`fraction` chooses the workers for a whole round, but each "
-             "fragment's round begins at another step"),
+            ("fragments", "fraction", "`fraction` chooses the workers for a whole round, but the "
+             "rounds of different fragments begin at different steps"),
         ),
         rules="workbench.catalog.schedules:check_turns",
         options=(

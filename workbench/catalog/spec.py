@@ -347,7 +347,7 @@ class Strategy:
                     f"Option `{option.name}` of {self.name} has an effect only if "
                     f"{other}={needed}.",
                     seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
-                    next_step=f"add -o {other}={needed}, or remove {option.name}",
+                    next_step=f"add -o {other}={needed}, or remove -o {option.name}",
                     code="WB-PLAN-318",
                 )
         return values

@@ -81,7 +81,7 @@ def _gathered(layout: Layout) -> tuple[Phase, ...]:
     )  # fmt: skip
     text = (
         "The workers form a ring. The largest values of each worker's gradient, with their "
-        "positions, are sent around this ring, until every worker has all of them."
+        "positions, are sent around this ring, until every worker has the values of all workers."
     )
     return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
 
@@ -174,8 +174,8 @@ def parameter_server(layout: Layout) -> Parts:
 def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
     gather = (
-        "The workers gather the shards of one layer, and compute this layer. Then they do the same "
-        "for the next layer."
+        "Each worker holds a part (a shard) of every layer. The workers gather all shards of one "
+        "layer, and compute this layer. Then they do the same for the next layer."
     )
     forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
     again: tuple[Phase, ...] = ()
@@ -187,8 +187,9 @@ def sharded(layout: Layout) -> Parts:
             "layers again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of all layers with at least unit_mb MB; workers remove these layers after the "
-            "forward pass, and gather them again for the backward pass"
+            "bytes of all layers that have at least as many MB as the option unit_mb says; workers "
+            "remove these layers after the forward pass, and gather them again for the backward "
+            "pass"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
@@ -222,7 +223,7 @@ def model_split(layout: Layout) -> Parts:
         *_flow(layout, [holders], batches),
         _update(layout, "Each worker updates its own stages."),
     )
-    units = diagrams.handed_units(stages) | ({"m": "microbatches"} if batches > 1 else {})
+    units = diagrams.handed_units(stages) | ({"m": "number of microbatches"} if batches > 1 else {})
     nodes = tuple(
         Node(name, "worker", f"worker {rank}", _stages_of(rank, stages, layout.workers), rank)
         for rank, name in enumerate(layout.ids)
@@ -245,8 +246,13 @@ def hybrid(layout: Layout) -> Parts:
     text = "The workers that hold the same stage add up their gradients."
     meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
     units = diagrams.handed_units(stages) if width > 1 else {}
-    units |= {f"G{p}": f"bytes of the gradients on stage {p}'s worker" for p in range(width)}
-    units |= {"D": "number of pipelines", **({"m": "microbatches"} if batches > 1 else {})}
+    units |= {
+        f"G{p}": f"bytes of the gradients on a worker that holds stage {p}" for p in range(width)
+    }
+    units |= {
+        "D": "number of pipelines",
+        **({"m": "number of microbatches"} if batches > 1 else {}),
+    }
     nodes = tuple(
         Node(name, "worker", f"worker {rank}", _stages_of(rank % width, stages, width), rank)
         for rank, name in enumerate(layout.ids)
@@ -288,13 +294,13 @@ def tensor_parallel(layout: Layout) -> Parts:
     """Partial results are added up inside forward and backward."""
     forward = diagrams.ring_at_once(
         layout.ids, "activations", "Y", "All-reduce, forward",
-        "For each pair of divided layers, every worker has a partial sum of the output. The "
-        "workers add up these sums.",
+        "At the end of each pair of divided layers, every worker has only a partial sum of the "
+        "pair's output. The workers add up these partial sums.",
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "For each pair of divided layers, every worker has a partial sum of the gradient for the "
-        "input. The workers add up these sums.",
+        "For each pair of divided layers, every worker has only a partial sum of the gradient for "
+        "the pair's input. The workers add up these partial sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
@@ -331,9 +337,10 @@ def local_sgd(layout: Layout) -> Parts:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step takes the parameters from the start of the round, and adds the mean "
-            f"change of {who}, with learning rate {options['outer_lr']:g} and Nesterov "
-            f"momentum {options['outer_momentum']:g}. The outer step itself sends no messages."
+            "The outer step begins at the parameters from the start of the round. It adds the mean "
+            f"of the changes that {who} made in this round, with learning rate "
+            f"{options['outer_lr']:g} and Nesterov momentum {options['outer_momentum']:g}. The "
+            "outer step itself sends no messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
@@ -344,7 +351,7 @@ def local_sgd(layout: Layout) -> Parts:
                    if outer else f"are replaced by their mean over {who}"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
-    units |= {"F": "number of fragments"} if fragments > 1 else {}
+    units |= {"F": "number of fragments (parts of the parameters)"} if fragments > 1 else {}
     source = f"{source}; {diagrams.RING}"
     return Parts(diagrams.workers(layout, holds), phases, units, source, tuple(notes))
 

@@ -86,7 +86,7 @@ def corpus_arrays(split: str, block: int) -> Pair:
         raise DataError(
             "`block` must be shorter than the text of the data set.",
             seen=block,
-            allowed=f"1 to {len(part) - 1}",
+            allowed=f"1 to {len(part) - 1} characters",
             code="WB-DATA-005",
         )
     end = count * block
@@ -102,7 +102,7 @@ def _corpus() -> NDArray[np.int64]:
             "The data set `corpus` needs the source files of Python's standard library. This "
             "Python does not have these files.",
             seen=sysconfig.get_path("stdlib"),
-            next_step="use another data set, or a Python that has *.py files in this folder",
+            next_step="use another data set, or a Python that has its *.py files in this folder",
             code="WB-DATA-006",
         )
     texts, size = [], 0

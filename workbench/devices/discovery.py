@@ -265,7 +265,7 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
                 notes.append(
                     f"CUDA_VISIBLE_DEVICES contains {word}{' ' if fresh else ''}{said}. CUDA sees "
                     f"only the GPUs that are listed before {'the second ' * bool(fresh)}{word} "
-                    f"({len(chosen)} of {len(found)})."
+                    f"({len(chosen)} of {len(found)} GPUs)."
                 )
             break
         chosen += fresh
@@ -275,8 +275,8 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
         notes.append(
             f"For CUDA_VISIBLE_DEVICES={wanted}, Workbench numbers the GPUs by their position on "
             "the PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU. "
-            "These GPUs are different models, so one number can mean two different GPUs. Set "
-            "CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same numbers."
+            "This machine's GPUs are different models, so one number can mean two different GPUs. "
+            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that CUDA uses Workbench's numbers."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]
 

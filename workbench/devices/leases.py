@@ -351,7 +351,7 @@ def _sharing_words(workers: int, gpus: int) -> str:
     return (
         f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. So their "
         "step times do not show the speed of parallel training. NCCL needs one GPU for each "
-        "worker, so the workers use gloo."
+        "worker, so the workers exchange tensors with gloo."
     )
 
 

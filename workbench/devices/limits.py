@@ -85,7 +85,7 @@ class Limits:
         most = f"{self.max_engines} engine{'s' if self.max_engines > 1 else ''}"
         raise PlanError(
             f"The administrator allows each user {most} at most{others}.",
-            seen=wanted,
+            seen=f"{wanted} engine{'s' if wanted != 1 else ''} in this cluster",
             allowed=f"{left} engine{'s' if left != 1 else ''} at most in this cluster "
             f"({self.sources.get('max_engines')})",
             next_step=(

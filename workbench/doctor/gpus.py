@@ -61,7 +61,10 @@ class Probe:
     gpu: int = 0
     package: str = ""
     env: Mapping[str, str] | None = None
-    step: str = "see `dmesg` for Xid errors; you may have to reset the GPU or restart the machine"
+    step: str = (
+        "look for Xid errors (errors of an NVIDIA GPU) in `dmesg`; you may have to reset the GPU "
+        "or restart the machine"
+    )
 
 
 PROBED: tuple[Probe, ...] = (
@@ -261,7 +264,7 @@ def runtime(
             f"{', '.join(build['archs'])}"
         )  # fmt: skip
     if has < wants:
-        return "ok", f"{said} (they fit: the major version is the same)", ""
+        return "ok", f"{said} (compatible: the major version is the same)", ""
     return "ok", said, ""
 
 
@@ -300,7 +303,7 @@ def order(
     if places == sorted(places):
         return "ok", f"same order as NVML: {places}", ""
     return "warn", f"torch lists the GPUs in another order than NVML: {places}", (
-        "engines need nothing, because they select GPUs by UUID; for other programs, "
+        "no action needed for engines, because they select GPUs by UUID; for other programs, "
         "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )  # fmt: skip
 
@@ -384,7 +387,8 @@ def visible(
         return "warn", f"{said}: Workbench cannot use any GPU", (
             "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that `nvidia-smi -L` lists"
             if "CUDA_VISIBLE_DEVICES" in env
-            else "see the checks MIG, compute mode, health of the GPUs, administrator's limits"
+            else "see the checks 'MIG', 'compute mode', 'health of the GPUs' and "
+            "'administrator's limits'"
         )  # fmt: skip
     return "ok", f"{said}: GPUs of this machine: {len(gpus)}, usable devices: {left}", ""
 
@@ -558,7 +562,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
 
 def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
     log = "the log (in the report's folder `stages`) shows where the stage stopped"
-    last = ended.lines[-1].what if ended.lines else "nothing"
+    last = ended.lines[-1].what if ended.lines else "none"
     if ended.late:
         return whole(
             "fail", f"hangs: not finished within {limit_s:.0f} s; last finished check: {last}",
@@ -570,7 +574,9 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
         return whole("fail", f"crashed ({what}); last finished check: {last}{said}", log,
                      ended.seconds)  # fmt: skip
     if ended.garbage:
-        return whole("fail", "its program wrote a line that cannot be read", log, ended.seconds)
+        return whole(
+            "fail", "the stage's program wrote a line that cannot be read", log, ended.seconds
+        )
     if not ended.lines:
         return whole("unknown", "ended without a message", log, ended.seconds)
     bad = sum(line.status == "fail" for line in ended.lines)

@@ -373,7 +373,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
     if here.address.startswith("127.") and not _same(here, hosts):
         status, step = "fail", "use --listen with the address at which the hosts reach this machine"
     where = f"{here.address} ({here.interface or 'no interface'})"
-    found = f"needs {LEAST_PORTS - 1} ports on {where}, and on no other address"
+    found = f"the notebook needs {LEAST_PORTS - 1} ports, all of them on {where}"
     return [Line(id, status, what, f"{found}: {which}", step, figures=figures)]
 
 
@@ -489,7 +489,7 @@ def _ssh_address(name: str) -> str:
 def _user(here: Host, host: Host) -> tuple[Any, ...]:
     mine, theirs = here.facts["uid"], host.facts["uid"]
     if mine != theirs:
-        return "warn", f"uid {theirs} on the host, {mine} on this machine", (
+        return "warn", f"uid (user number) {theirs} on the host, {mine} on this machine", (
             "use one uid on both machines: in a shared folder, files belong to a uid, not to a name"
         )  # fmt: skip
     return "ok", f"uid {mine}"
@@ -574,9 +574,15 @@ def _reach(a: Host, b: Host) -> Line:
                     "that the firewall allows, in this command and in %cluster start"
                 )
         elif "timed out" in said or "no answer" in said:
-            step = f"check the firewall (it may drop packets to {where}) and the MTU"
+            step = (
+                f"check the firewall (it may drop packets to {where}) and the MTU (the largest "
+                "packet size)"
+            )
         else:
-            step = f"on {a.called}, run ping -M do -s 1472 {where}; if it fails, check the MTU"
+            step = (
+                f"on {a.called}, run ping -M do -s 1472 {where}; if ping fails, check the MTU (the "
+                "largest packet size)"
+            )
         return Line(id, "fail", what, f"{where}: {said}", step)
     rate = MESSAGE_BYTES / max(1e-9, came["total_s"]) / 1e6
     figures = {"connect_ms": round(1e3 * came["connect_s"], 2), "mb_s": round(rate, 1)}
@@ -605,8 +611,8 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
                 lines.append(Line(id, "warn", what, "no, they are the same machine",
-                                  "name each machine only once, and not the notebook's own: "
-                                  "its engines need no ssh"))  # fmt: skip
+                                  "name each machine only once; do not name the notebook's "
+                                  "own machine, because its engines need no ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both have the name {a.facts['hostname']}",
                                   "gloo uses host names: give each host its own name"))  # fmt: skip

@@ -399,7 +399,7 @@ def nccl(child: Child) -> None:
                       "aborting an NCCL collective", f"the abort took {took_s:.2f} s",
                       "" if took_s < ABORT_S
                       else "no action needed: if an engine does not end an interrupted cell in "
-                      "time, Workbench replaces it",
+                      "time, Workbench replaces the engine",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()

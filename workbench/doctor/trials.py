@@ -234,7 +234,7 @@ def memory(child: Child) -> None:
             before = [one.rss / 1e6 for one in idle]
             more = max(b - a for a, b in zip(before, rss, strict=True))
             child.say("ok" if more < 128 else "fail", "memory.free", what,
-                      f"the engine uses {more:.0f} MB more than before",
+                      f"after it, the engine uses {more:.0f} MB more than when it was idle",
                       more_mb=round(more, 1))  # fmt: skip
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)

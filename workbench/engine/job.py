@@ -172,7 +172,7 @@ class _Tee:
         if self._left > 0:
             self._left -= len(text)
             with contextlib.suppress(OSError, ValueError):  # a full disk
-                end = "" if self._left > 0 else f"\n[end of the log: {MOST_LOG_BYTES >> 20} MiB]\n"
+                end = "" if self._left > 0 else f"\n[the log ends at {MOST_LOG_BYTES >> 20} MiB]\n"
                 self._file.write(text + end)
                 self._file.flush()
         return self._stream.write(text)

@@ -184,8 +184,9 @@ class RunExecution:
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
         if names := sorted({name for one in missing.values() for name in one}):
             self.run.note(
-                f"The new engines did not receive {', '.join(names)}, because this is too large or "
-                "cannot be copied. If the run fails with a NameError, define it in the run's cell."
+                "The new engines did not receive the values of these names, because they are too "
+                f"large or cannot be copied: {', '.join(names)}. If the run fails with a "
+                "NameError, define the missing name in the run's cell."
             )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
         while not log.wait(0.1):
             if time.monotonic() > end:
                 note(
-                    f"The run ended {LINGER_S:g} s ago, but its --log is not yet complete. "
-                    "Workbench continues to write it until the kernel ends."
+                    f"The run ended {LINGER_S:g} s ago, but the log (--log) is not complete yet. "
+                    "Workbench continues to write the log as long as the kernel runs."
                 )
                 return
 

@@ -275,9 +275,9 @@ class CellEnd:
         if not missed or there is None:
             return None
         return (
-            "define the name in a %%distributed cell without a strategy, because some strategies "
-            "run a cell on one engine only; or run this cell only on an engine that has the name: "
-            f"%%rank {there}"
+            "define the name in a %%distributed cell without a strategy: such a cell runs on all "
+            "engines, but some strategies run a cell on one engine only. Or run this cell only on "
+            f"an engine that has the name: %%rank {there}"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -336,13 +336,13 @@ HONOURED_ANYWAY = frozenset({"seed"})
 
 _TRAINS = {
     "torch": (
-        "a call of wb.fit, wb.prepare or model.fit in the cell",
-        "train with wb.fit, wb.prepare or model.fit. If the cell needs no training, remove the "
-        "strategy from its first line; every worker then runs the cell",
+        "a call of wb.fit, wb.prepare or wb.watch in the cell",
+        "train with wb.fit, or in a loop with wb.prepare or wb.watch. If the cell needs no "
+        "training, remove the strategy from its first line; every worker then runs the cell",
     ),
     "tensorflow": (
         "model.fit, wb.fit, or strategy.run with a step that computes and applies gradients",
-        "train in the cell; if the cell only evaluates or predicts, use %%rank 0 "
+        "train in the cell; if the cell only evaluates or predicts, begin the cell with %%rank 0, "
         "without a strategy",
     ),
 }
@@ -434,7 +434,9 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
         return RunError(
             "The cell's own loop did not load the initial weights, so it started from new weights.",
             seen=f"--init-from {run.plan.init_from}",
-            allowed="wb.fit, wb.prepare, wb.watch or model.fit",
+            allowed="wb.fit or model.fit"
+            if run.plan.framework == "tensorflow"
+            else "wb.fit, wb.prepare or wb.watch",
             next_step="train with one of these calls, or remove --init-from",
             code="WB-RUN-094",
         )
@@ -494,7 +496,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
-    rest = "; the other runs have finished" if len(refused) < len(runs) else ""
+    rest = "; no other run failed" if len(refused) < len(runs) else ""
     if not all(run.error is not None and is_refusal(run.error) for run in refused):
         return RunError(
             f"{len(refused)} of {len(runs)} runs failed{rest}.",
@@ -589,13 +591,13 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     text = f"{done.how}. "
     if on_failure == "continue":
         workers = f"{done.workers} worker{'s' if done.workers > 1 else ''}"
-        text += f"The run was started again with {workers} after {done.seconds:.1f} s"
+        text += f"After {done.seconds:.1f} s, the run was started again with {workers}"
     elif len(done.engines) > 1:
         text += "New engines replaced the lost ones. "
-        text += f"The run was started again after {done.seconds:.1f} s"
+        text += f"After {done.seconds:.1f} s, the run was started again"
     else:
         text += "A new engine replaced the lost one. "
-        text += f"The run was started again after {done.seconds:.1f} s"
+        text += f"After {done.seconds:.1f} s, the run was started again"
     if not saved:
         text += " from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":

@@ -148,7 +148,7 @@ class Paused:
             if stop is None:
                 raise RunError(
                     f"Rank {engine} is not paused.",
-                    seen=f"{self.names()} paused" if self._stops else "no rank is paused",
+                    seen=f"paused: {self.names()}" if self._stops else "no rank is paused",
                     code="WB-RUN-073",
                 )
             self._answers.pop(engine, None)
@@ -415,9 +415,9 @@ class Prompt:
         words, others = line.split(), [e for e in self._paused.stops if e != engine]
         if not reply.paused and others and words and words[0] not in GO_ON:
             write_out(
-                f"(rank {engine} runs again and has not paused yet. It may wait in a collective "
-                f"for the paused rank{'s' if len(others) > 1 else ''} {ranges(others)}; `all "
-                f"{line}` sends `{line}` to all ranks)\n"
+                f"(rank {engine} runs again and has not paused yet. Perhaps it waits in a "
+                f"collective for the paused rank{'s' if len(others) > 1 else ''} {ranges(others)}; "
+                f"`all {line}` sends `{line}` to all paused ranks)\n"
             )
 
     def _tell(self, engine: int, line: str) -> Reply:

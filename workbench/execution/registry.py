@@ -73,7 +73,7 @@ class Runs(Mapping[str, Run]):
             raise PlanError(
                 f"Run {name} has not ended.",
                 seen=run.state,
-                next_step="stop the run first: run.stop()",
+                next_step=f"stop the run first: wb.runs[{name!r}].stop()",
                 code="WB-PLAN-113",
             )
         with self._lock:
@@ -267,7 +267,8 @@ def load(path: str | Path) -> Run:
     meta, history = store.read_run(folder)
     if "plan" not in meta:
         raise RunError(
-            "The run cannot be loaded: its process ended before it had saved the run's settings.",
+            "The run cannot be loaded, because the run's process ended before the run's settings "
+            "were saved.",
             seen=str(folder),
             code="WB-RUN-072",
         )

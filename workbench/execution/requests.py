@@ -295,9 +295,9 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = f"put the contents of {name} into arrays or lists on the engines, and %pull these"
+    parts = f"put the contents of {name} into arrays or lists in a %%distributed cell; %pull these"
     if parcel.parts:
-        parts = f"run `parts = {parcel.parts}` on the engines, then %pull parts"
+        parts = f"run `parts = {parcel.parts}` in a %%distributed cell, then %pull parts"
     if unread.lacks and unread.module == "__main__":
         return {
             "seen": f"the notebook does not define {unread.lacks}",
@@ -548,8 +548,8 @@ class FarFiles:
         except (ClusterError, OSError) as error:
             step = (
                 f"if the disk is full, free some space in {host.facts.folder} on {host.name}, or "
-                "choose another folder: %cluster start --setup 'export TMPDIR=...'. Workbench does "
-                "not send files that are on a shared disk"
+                "choose another folder: %cluster start --setup 'export TMPDIR=...'; or save the "
+                "files on a shared disk, because Workbench does not need to send such files"
             )
             raise RunError(
                 f"The run's initial weights or checkpoint could not be sent to {host.name}.",

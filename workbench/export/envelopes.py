@@ -260,8 +260,8 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     if missing := [need for need in needs if not getattr(resources, need)]:
         raise PlanError(
             f"The platform `{envelope.name}` needs more arguments: {', '.join(missing)}.",
-            seen="nothing",
-            next_step=", ".join(f"{need}=..." for need in missing),
+            seen=", ".join(f"no {need}" for need in missing),
+            next_step="add " + ", ".join(f"{need}=..." for need in missing),
             code="WB-PLAN-225",
         )
     if envelope.name == "ssh" and len(resources.hosts) != resources.nodes:
@@ -400,7 +400,7 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
     name = job.name if envelope.any_name else values["dns_name"]
     name = values["slurm_name"] if envelope.name == "slurm" else name
     lines = [
-        f"Made by Workbench: {envelope.summary}.", f"How it was checked: {envelope.note}.",
+        f"Made by Workbench: {envelope.summary}.", f"How this file was checked: {envelope.note}.",
         f"Start: {envelope.start}",
         f"Records: {'none (the script does not use Workbench)' if job.plain else envelope.records}",
     ]  # fmt: skip
@@ -510,7 +510,7 @@ def _of_kubernetes(
                 seen=secret,
                 allowed="SECRET:KEY, which sets the environment variable KEY"
                 + ("" if kind == "trainjob" else "; or SECRET, which sets a variable per key"),
-                next_step="write SECRET:KEY: a name of a Secret in the namespace, never its value",
+                next_step="write SECRET:KEY (a Secret's name and one of its keys), never the value",
                 code="WB-PLAN-232",
             )
         if key:
@@ -618,7 +618,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'; "
-            "or, if the .whl file is the largest, use an image with Workbench and installed=True",
+            "or, if the .whl file is the largest, use installed=True and an image with Workbench",
             code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]

@@ -498,7 +498,8 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         alone = f"    torchrun --standalone --nproc-per-node {processes} train.py"
         lines += ["On one host:", "", alone, ""]
         lines += [
-            (f"On N hosts with P processes each (N x P = {processes}), run this on each host:"),
+            f"On N hosts with P processes each (N x P = {processes}), run this on each host "
+            "(HOST is the name of one of these hosts):",
             "",
         ]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
@@ -510,7 +511,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         "reads its rank and the other processes' addresses from `TF_CONFIG`.", ""]  # fmt: skip
     if wheel:
         lines += [
-            "Workbench can also start all processes of this host:",
+            "This command also starts all processes, on this host:",
             "",
             "    workbench run .",
             "",
@@ -550,7 +551,7 @@ def _recorded(plan: Plan) -> list[str]:
         ]
         lines += [
             "If a run was interrupted, the next start continues from the last checkpoint. If "
-            "it was stopped with this command, the next start begins a new run.",
+            "a run was stopped with `workbench control`, the next start begins a new run.",
             "",
         ]
     else:

@@ -138,7 +138,7 @@ def plain_py(plan: Plan) -> str:
     _check_collisions(cell, script)
     read = {node.id for node in ast.walk(cell.tree) if isinstance(node, ast.Name)}
     if lost := sorted(read & ENGINE_NAMES - bound_on_top(ast.parse(script))):
-        raise _refused(f"{', '.join(lost)}: the script does not define this", _REMOVE)
+        raise _refused(f"not defined in the script: {', '.join(lost)}", _REMOVE)
     return script
 
 
@@ -219,7 +219,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     known = _MEMBERS | {f"data.{name}" for name in (*_DATA, "VOCABULARY")}
     if strange := sorted(used - known):
         names = ", ".join(f"wb.{name}".rstrip(".") for name in strange)
-        raise _refused(f"{names}: the script does not define this", _REMOVE)
+        raise _refused(f"not defined in the script: {names}", _REMOVE)
     if plan.framework == "tensorflow" and way in ("fit", "prepare"):
         used_way = f"wb.{way} in a TensorFlow cell"
         raise _refused(used_way, "train with model.fit(...)", _PLAIN_ABLE)
@@ -235,7 +235,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     features = set(use_of(source).features) & _LEFT_OUT
     if features:
         arguments = ", ".join(f"{name}=..." for name in sorted(features))
-        raise _refused(f"wb.fit(..., {arguments})", "remove this from the call")
+        raise _refused(f"wb.fit(..., {arguments})", f"remove {arguments} from the call")
     odd = {"compress": "none", "sync_batchnorm": False, "cross_device_ops": "auto"}
     for name, usual in odd.items():
         if plan.options.get(name, usual) != usual:
@@ -243,8 +243,8 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     lost = set(plan.overrides) - {"seed"}
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
-        step = "write the value in the cell, and remove the flag"
-        raise _refused(f"{flags}: only wb.fit reads this in the script", step)
+        step = f"write the value into the cell's code, and remove {flags}"
+        raise _refused(f"{flags}, but in the script only wb.fit reads such flags", step)
     for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
             flag = {"faults": "--inject", "values": "--set"}.get(
@@ -258,7 +258,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
         )
 
 
-_REMOVE = "remove this name from the cell"
+_REMOVE = "remove each of these names from the cell"
 
 
 def _refused(seen: str, next_step: str, allowed: str | None = None) -> PlanError:

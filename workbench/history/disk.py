@@ -607,7 +607,11 @@ def final_weights(
         step = "wait until the run has ended"
         if state in OVER:
             others = rank is not None and weights_files(folder, files_of)
-            step = "call run.weights() without a rank" if others else "train again: run.to_cell()"
+            step = (
+                "call run.weights() without a rank"
+                if others
+                else "train again with the cell that run.to_cell() returns"
+            )
         raise RunError(
             f"Run {name} has no weights{whose}.",
             seen=state,

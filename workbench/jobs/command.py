@@ -66,8 +66,8 @@ def add_job_commands(commands: Any) -> None:
         help="a run folder, a job folder (Workbench reads its newest run), or a folder that "
              "run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
-        help='"samples_per_s < 0.95" tests the ratio to the first run; "loss > 0.5 abs" tests '
-             "the value itself")  # fmt: skip
+        help='condition under which the command fails: "samples_per_s < 0.95" tests the ratio '
+             'of a run to the first run; "loss > 0.5 abs" tests the value of a run')  # fmt: skip
     jobs = _command(
         commands, "jobs", "list the jobs that you submitted; cancel a job, or show its output"
     )
@@ -85,7 +85,7 @@ def add_job_commands(commands: Any) -> None:
              "the job's output")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
-        help="how long to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
+        help="seconds to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
     control = _command(commands, "control", "stop, pause or slow down a run on another machine")
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip

@@ -450,7 +450,7 @@ class Conductor:
         elif error is None and not any(one.trained for one in task.outcomes.values()):
             run.note(
                 "Nothing was recorded: Workbench saw no training by wb.fit or wb.prepare, and no "
-                "backward pass that a step of a PyTorch optimizer followed."
+                "call of a PyTorch optimizer's step() after a backward pass."
             )
         for text in outcome_notes(task.outcomes):
             run.note(text)

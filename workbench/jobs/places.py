@@ -386,7 +386,8 @@ class SshPlace(_Streamed):
             raise RunError(
                 "The run cannot be followed over ssh.",
                 seen=words,
-                next_step=f"try: {shlex.join(self._ssh)} python3 --version",
+                next_step=f"try this command in a terminal: {shlex.join(self._ssh)} python3 "
+                "--version",
                 code="WB-RUN-114",
             )
 
@@ -426,7 +427,8 @@ class SshPlace(_Streamed):
                 raise RunError(
                     "You cannot control this run: your user cannot read the run's secret key.",
                     seen=self.where,
-                    next_step="wait until the run has begun, and follow it as the job's user",
+                    next_step="wait until the run has begun, and follow the run as the user who "
+                    "started the job",
                     code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)
@@ -445,7 +447,7 @@ class SshPlace(_Streamed):
                 raise self._unsent(self._answer, lost=True)
 
     def _unsent(self, why: str, *, lost: bool = False) -> RunError:
-        what = "The order did not reach the run" if lost else "The order may not have arrived"
+        what = "The order did not reach the run" if lost else "Perhaps the order did not arrive"
         again = "wait until Workbench has connected again (automatically), then try again"
         step = None if self.over or why == self._answer else again
         return RunError(what + f": {why}.", seen=self.where, next_step=step, code="WB-RUN-115")
@@ -575,7 +577,7 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The command for orders failed, so the job may not have received the order.",
+                "The command for orders failed. Perhaps the job did not receive the order.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try the command in a shell",
                 code="WB-RUN-120",

@@ -192,8 +192,8 @@ class KubeflowProgress:
     def _post(self, status: dict[str, Any]) -> None:
         if urlsplit(self._url).scheme != "https":
             raise RunError(
-                f"The address in {URL} is not an https address, so Workbench does not send the "
-                "token.",
+                f"The address in the variable {URL} is not an https address, so Workbench does "
+                "not send the secret token to it.",
                 code="WB-RUN-123",
             )
         request = urllib.request.Request(

@@ -159,7 +159,7 @@ class Submitted:
                 "job.follow() needs Workbench's notebook part, which this Python process has not "
                 "loaded.",
                 seen=self.name,
-                next_step="import workbench as wb; wb.follow(job.place)",
+                next_step="run: import workbench as wb; wb.follow(job.place)",
                 code="WB-PLAN-244",
             )
         return follow(self)

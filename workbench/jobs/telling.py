@@ -202,7 +202,7 @@ def run_folder(place: str | Path) -> Path:
         raise PlanError(
             "This job has not run yet.",
             seen=str(place),
-            next_step=f"workbench run {shlex.quote(str(place))}",
+            next_step=f"run the job first: workbench run {shlex.quote(str(place))}",
             code="WB-PLAN-250",
         )
     return folder

@@ -329,6 +329,6 @@ def _way_out(request: RunRequest) -> str:
     if request.memory_per_worker is not None:
         return "allow more memory (--memory-per-worker), or use more workers"
     return (
-        "run one strategy alone, to see its whole error, without a time limit: "
+        "run one strategy alone and without a time limit, to see its whole error: "
         "%%distributed mirrored"
     )

@@ -113,11 +113,11 @@ def job_line(folder: Path) -> str:
     name = os.fspath(folder) if near.startswith("..") else near
     nodes = 2 if processes % 2 == 0 else 1
     return (
-        f"The job is in {name}. Start the job in this folder:\n    {start}\n"
-        f"or submit it to a platform from here:\n    "
+        f"The job is in {name}. To start the job, run in this folder:\n    {start}\n"
+        f"or submit the job to a platform, in this notebook:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
         + ("The job is not recorded because it runs without Workbench." if known.plain else
-           f"Follow the job from here, wherever it runs:\n    wb.follow({name!r})")
+           f"To follow the job in this notebook, wherever it runs:\n    wb.follow({name!r})")
     )  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def _planned(
         return _planned(registry.runs[what], strategy, args, asked)
     if not strategy:
         raise PlanError(
-            "There is no run with this name, and a cell's source needs a strategy."
+            "There is no run with this name. If the text is a cell's source, it needs a strategy."
             if isinstance(what, str) and "\n" not in what
             else "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),

@@ -142,7 +142,7 @@ class Session:
             raise PlanError(
                 "The notebook's cluster was started with other settings.",
                 seen=wanted,
-                allowed=now or "the settings of the running cluster, or leave them out",
+                allowed=now or "the settings of the running cluster, or no settings",
                 next_step="run %cluster stop, then %cluster start with your settings",
                 code="WB-PLAN-127",
             )

@@ -57,9 +57,9 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         lacking = [i for i, values in found.items() if name not in values]
         if lacking:
             raise PlanError(
-                f"The variable {name!r} does not exist on some of these engines."
+                f"The variable {name!r} does not exist on some engines from which you pull it."
                 if len(lacking) < len(found)
-                else f"The variable {name!r} does not exist on these engines.",
+                else f"The variable {name!r} does not exist on any engine from which you pull it.",
                 seen=f"missing on engine {', '.join(map(str, lacking))}",
                 next_step="pull from an engine that has the variable (--rank ID), or define the "
                 "variable in a %%distributed cell",
@@ -105,8 +105,9 @@ def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
 def to_a_cell(text: str) -> bool:
     """Put text into a new cell below the running cell; the new cell is not run.
 
-    Only the reply to a cell can carry the text, so a button's callback cannot do this. The panel
-    then shows the text with a button that copies it.
+    Only the reply to a cell can carry the text, so a button's callback cannot do this. In
+    JupyterLab and Notebook 7 the panel inserts its cells itself; elsewhere it shows the text with
+    a button that copies it.
 
     Returns:
         Whether the notebook got the text; otherwise the caller must show it.

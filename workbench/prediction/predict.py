@@ -486,8 +486,8 @@ class Knows:
             found.append(
                 f"All runs had {base.samples:g} samples per worker and step. The prediction "
                 f"assumes that 0 to {MOST_FIXED:.0%} of the computation time does not depend on "
-                "the number of samples. A run with another --batch-size measures this fixed part: "
-                "wb.predict([run, other], ...)."
+                "the number of samples. To measure this part, train a second run with another "
+                "--batch-size, and predict from both runs: wb.predict([run, other], ...)."
             )
         if base.workers == 1:
             found.append(

@@ -229,8 +229,8 @@ def check_predicted(entry: Strategy) -> None:
         raise PlanError(
             f"Strategy {entry.name} cannot be predicted: {why}.",
             seen=f"{entry.name} ({entry.framework})",
-            allowed="in PyTorch: mirrored, central_storage, parameter_server, local_sgd, gossip, "
-            "sharded, model_split",
+            allowed="these strategies in PyTorch: mirrored, central_storage, parameter_server, "
+            "local_sgd, gossip, sharded, model_split",
             next_step=f"measure the strategy instead: %%distributed {entry.name} -n 4",
             code="WB-PLAN-288",
         )

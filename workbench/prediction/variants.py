@@ -141,8 +141,8 @@ def _computed(
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
-            "The change `overlap` needs a run of `mirrored`, because no other strategy can send "
-            "gradients during the backward pass.",
+            "The change `overlap` needs a run of `mirrored`, because Workbench can predict this "
+            "change only for `mirrored`.",
             seen=f"run {base.name}: {base.setting.entry.name}", allowed="a run of mirrored",
             code="WB-PLAN-303",
         )  # fmt: skip

@@ -67,8 +67,8 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
     info = cluster.engine_set.known(engine)
     if info.state == "dead":
         raise ClusterError(
-            f"Engine {engine} has ended ({info.exit}), so its stack frames are lost.",
-            allowed=", ".join(map(str, cluster.ids)),
+            f"Engine {engine} has ended ({info.exit}), so it cannot be debugged.",
+            allowed=f"engines that still run: {', '.join(map(str, cluster.ids)) or 'none'}",
             next_step=f"%cluster logs {engine} shows the engine's last output",
             code="WB-CLUSTER-037",
         )
@@ -132,8 +132,8 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
     state = "already listens" if before else "listens"
     return (
         f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
-        f"VS Code, launch.json:\n{json.dumps(entry, indent=2)}\n"
-        f"From another machine: ssh -L {port}:127.0.0.1:{port} {host}\n"
+        f"For VS Code, write this into launch.json:\n{json.dumps(entry, indent=2)}\n"
+        f"On another machine, first run: ssh -L {port}:127.0.0.1:{port} {host}\n"
         "While VS Code is attached, breakpoint() stops in VS Code. debugpy needs no password: "
         f"anyone who has an account on {host} can attach."
     )
@@ -183,8 +183,8 @@ class PostMortem:
         if not found:
             raise RunError(
                 f"Rank {engine} has no traceback to inspect.",
-                allowed="a rank on which the last cell raised an error; an interrupt leaves no "
-                "traceback; the next cell and %cluster free delete the traceback",
+                allowed="a rank on which the last cell raised an error. An interrupt leaves no "
+                "traceback. The next cell or %cluster free deletes the traceback",
                 next_step="%cluster debug without a number opens the rank that failed first",
                 code="WB-RUN-076",
             )

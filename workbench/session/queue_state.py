@@ -271,7 +271,10 @@ class QueueState:
                 return item
         known = ", ".join(str(item.number) for item in self.items) or "the queue is empty"
         raise PlanError(
-            "This plan is not in the queue.", seen=number, allowed=known, code="WB-PLAN-110"
+            "The queue has no plan with this number.",
+            seen=number,
+            allowed=known,
+            code="WB-PLAN-110",
         )
 
     # -- what happens ------------------------------------------------------------------------------

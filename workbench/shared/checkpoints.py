@@ -222,8 +222,8 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
     if all(name.startswith("rank-") for name in found):
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
-            f"wb.resume({one.path!r}, workers={workers}) continues, but does not "
-            "restore the random states of the ranks"
+            f"wb.resume({one.path!r}, workers={workers}) continues from the damaged checkpoint, "
+            "but does not restore the random states of the ranks"
         )
     return "; ".join(ways) or (
         "there is no other intact checkpoint: start again with another --checkpoint DIR"
@@ -440,7 +440,9 @@ def _same_framework(arrays: Arrays, shapes: Shapes, *, numbered: bool) -> dict[s
     if not numbered or len(arrays) != len(shapes):
         new, old = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
         seen = f"only in the model: {', '.join(new[:6]) or 'none'}"
-        raise _unlike(f"{seen}; only in the run: {', '.join(old[:6]) or 'none'}", "the same names")
+        raise _unlike(
+            f"{seen}; only in the run: {', '.join(old[:6]) or 'none'}", "the same parameter names"
+        )
     return dict(zip(shapes, arrays.values(), strict=True))
 
 
@@ -448,7 +450,7 @@ def _across(arrays: Arrays, source: str, shapes: Shapes, target: str) -> dict[st
     given = [(name, array) for name, array in arrays.items() if not name.endswith(COUNTERS)]
     wanted = [name for name in shapes if not name.endswith(COUNTERS)]
     if len(given) != len(wanted):
-        raise _unlike(f"{len(wanted)} weights in the model", f"{len(given)}, as in the run")
+        raise _unlike(f"{len(wanted)} weights in the model", f"{len(given)} weights, as in the run")
     channels = 0  # of the latest convolution without a dense layer after it
     found = {}
     for (name, array), own in zip(given, wanted, strict=True):

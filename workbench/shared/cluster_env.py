@@ -121,7 +121,7 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
         else "one free port for each server, each TensorFlow worker, and PyTorch's TCPStore",
         next_step="give an address of this host: %cluster start --listen ADDRESS"
         if is_elsewhere
-        else "allow more ports: %cluster start --ports FIRST-LAST",
+        else "start the cluster again with more ports: %cluster start --ports FIRST-LAST",
         code="WB-CLUSTER-046",
     )
 

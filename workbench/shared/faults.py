@@ -77,7 +77,7 @@ class Fault:
                 "The faults `bandwidth` and `latency` work only with strategies that send messages "
                 "over Workbench's own links.",
                 seen=self.text,
-                allowed="the faults `slow`, `jitter` and `kill`, with every strategy",
+                allowed="the faults `slow`, `jitter` and `kill`, with every strategy except `tpu`",
                 next_step="use another strategy, for example mirrored in PyTorch",
                 code="WB-PLAN-038",
             )

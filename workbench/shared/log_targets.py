@@ -23,7 +23,7 @@ STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
     "sqlite:///mlflow.db, http://HOST:5000, file:mlruns, a database's URI; or no URI (`mlflow:`), "
-    "to use the variable MLFLOW_TRACKING_URI"
+    "to use the environment variable MLFLOW_TRACKING_URI"
 )
 
 
@@ -159,8 +159,8 @@ def _check_host(where: str) -> None:
             "The URI contains a password, which would be saved with the run.",
             seen=f"{parts.scheme}://{parts.username}:***@{host}",
             allowed="a URI without a password",
-            next_step="put the whole URI into the variable MLFLOW_TRACKING_URI, and write "
-            "`--log mlflow:` without a URI",
+            next_step="put the whole URI into the environment variable MLFLOW_TRACKING_URI, and "
+            "write `--log mlflow:` without a URI",
             code="WB-PLAN-147",
         )
 

@@ -149,7 +149,11 @@ def cluster_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="%cluster", add_help=False, description="Start, show and stop engines.")
     add = parser.add_argument
     add("action", nargs="?", default="status", help=", ".join(ACTIONS))
-    add("values", nargs="*", help="start: number of engines; other actions: engine ids")
+    add(
+        "values",
+        nargs="*",
+        help="start: number of engines; attach: id of a cluster; other actions: engine ids",
+    )
     add("--devices", help="`auto`, `cpu`, `cuda`, or GPU numbers such as 0,1")
     add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
     keep = "start: engines continue after this notebook ends; `attach` connects to them again"
@@ -216,8 +220,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         "--listen",
         dest="listen",
         metavar="WHERE",
-        help="where the notebook listens: an address, an interface, a network such as 10.0.0.0/8, "
-        "or a host name",
+        help="address of the notebook's machine to which engines on other hosts connect: an IP "
+        "address, an interface, a network such as 10.0.0.0/8, or a host name",
     )
     add("--ports", metavar="A-B", help="range of ports to listen on")
     add(
@@ -238,7 +242,12 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         help="debug: run this pdb command or expression, without a prompt; can be repeated",
     )
     add("--port", metavar="P", help="debug: start debugpy on this loopback port; 0: any free port")
-    add("-f", "--follow", action="store_true", help="logs: show new lines until an interrupt")
+    add(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="logs: show new lines until you interrupt the cell",
+    )
     add(
         "-n",
         "--lines",

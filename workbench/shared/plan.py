@@ -135,14 +135,14 @@ class Plan(RunSettings):
         alone = len(set(on_gpus)) == len(on_gpus)
         if not alone and not self.entry.shares_gpu:
             gpus, s = len(set(on_gpus)), "s" * (len(set(on_gpus)) > 1)
-            one = "replica" if self.entry.one_engine else "worker"
+            one, n = "replica" if self.entry.one_engine else "worker", len(devices)
             raise PlanError(
                 f"Strategy {self.strategy} needs a separate GPU for each {one}.",
-                seen=f"{len(devices)} {one}s, {gpus} GPU{s}",
+                seen=f"{n} {one}s, {gpus} GPU{s}",
                 allowed=f"up to {gpus} {one}{s}, or a strategy in which workers can share a GPU: "
                 + ", ".join(one.name for one in catalog.strategies(self.framework)
                             if one.shares_gpu and one.max_workers is None),
-                next_step=f"use -n {gpus}, or %cluster start {len(devices)} --devices cpu",
+                next_step=f"use -n {gpus}; or %cluster stop, then %cluster start {n} --devices cpu",
                 code="WB-PLAN-162",
             )  # fmt: skip
         if alone and len(on_gpus) == len(devices):
@@ -153,7 +153,7 @@ class Plan(RunSettings):
                 raise PlanError(
                     f"-o {name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
-                    allowed=f"a GPU for each replica, or a {name} without GPUs: {default}",
+                    allowed=f"a GPU for each replica, or -o {name}={default}",
                     next_step=f"remove -o {name}, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )
@@ -441,7 +441,7 @@ def _check_on_failure(
             "form one pipeline, so no other worker has the stage of the dead worker.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
             allowed="`heal` with two pipelines or more; `stop`; `replace` with --checkpoint DIR",
-            next_step=f"use -n {2 * count} -o stages={count}; or use `replace`",
+            next_step=f"use -n {2 * count} -o stages={count}; or `replace` with --checkpoint DIR",
             code="WB-PLAN-332",
         )
     for name, value in entry.unhealed_with if on_failure == "heal" else ():

@@ -83,7 +83,7 @@ class RunRequest(RunSettings):
         argument="workers",
         read=number("--workers"),
         several=True,
-        help="number of workers (replicas)",
+        help="number of workers",
         without="all engines",
         example="%%distributed one_device,mirrored -n 1,2,4",
     )
@@ -187,7 +187,7 @@ class RunRequest(RunSettings):
         "--recipe",
         metavar="NAME",
         help="what to train: the cell of an earlier run, a @wb.recipe, or a built-in recipe",
-        without="the cell below",
+        without="the cell, or with %distributed the last cell",
         example="%distributed sharded --recipe base",
     )
     parameters: dict[str, Any] = _said(  # noqa: RUF009
@@ -241,7 +241,8 @@ class RunRequest(RunSettings):
         trains=True,
         read=several.memory_of,
         write=lambda size_bytes: f"{size_bytes:.0f}",
-        help="with `auto`: memory limit of a worker for weights, gradients and optimizer state",
+        help="with the strategy `auto`: memory limit of a worker for weights, gradients and "
+        "optimizer state",
         without="no limit",
         example="%%distributed auto --memory-per-worker 4GiB",
     )
@@ -249,7 +250,8 @@ class RunRequest(RunSettings):
         "--allow-stale",
         False,
         trains=True,
-        help="with `auto`: also allow strategies that give other final weights than one device",
+        help="with the strategy `auto`: also allow strategies that give other final weights than "
+        "one device",
         without="only strategies that give the same result as one device",
         example="%%distributed auto --allow-stale",
     )
@@ -258,7 +260,7 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with `auto`: time limit in seconds for all short runs that compare strategies",
+        help="with the strategy `auto`: time limit in seconds for all short runs together",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -269,7 +271,7 @@ class RunRequest(RunSettings):
         "",
         metavar="DIR",
         trains=True,
-        help="write a job folder and do not train here; torchrun can start the job on any machine",
+        help="write a job folder and do not train here; the job can be started on any machine",
         without="the cell is trained here",
         example="%%distributed mirrored -n 2 --to-job job",
     )

@@ -49,7 +49,8 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 _PICTURES = (
-    "Runs are shown as pictures, because widgets may not load here. The pictures are updated."
+    "Runs are shown as pictures, because widgets may not load here. The pictures are updated "
+    "during a run."
 )
 _ONLY_INTERRUPT = (
     "To stop a running cell, press the notebook's interrupt button. Other buttons react only "

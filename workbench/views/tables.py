@@ -331,12 +331,12 @@ def _figures(run: RunSummary) -> list[str]:
     # Workers that take the next free step can exceed their share; "27 of 20" would be confusing.
     of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
     exceeds = not run.joined and run.total_steps and run.steps > run.total_steps
-    whose = " (by the busiest worker)" if exceeds else ""
+    whose = " (of the worker with the most steps)" if exceeds else ""
     lines = [
         f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
         f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
         f"{milliseconds(run.step_s * 1e3)}, and compute is {percent(run.compute_share)} of it.",
-        f"Over all steps (the table counts them too): {number(run.all_per_s)} samples/s.",
+        f"Over all steps: {number(run.all_per_s)} samples/s. The table also counts all steps.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:

@@ -394,7 +394,7 @@ class WarmParent:
             halted = halted + 1 if is_halted(pid) else 0
             if halted >= PATIENCE:
                 raise ClusterError(
-                    f"The warm parent that forks engines (pid {pid}) was suspended by SIGSTOP.",
+                    f"The warm parent (pid {pid}), which forks engines, was suspended by SIGSTOP.",
                     next_step="%cluster restart",
                     code="WB-CLUSTER-023",
                 )
@@ -457,7 +457,7 @@ class WarmParent:
         if self._process is not None and not self._stopped:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"the warm parent (pid {end.pid}), which forks engines: {end.text}"
+            parent = f"the warm parent (pid {end.pid}, ended with {end.text}), which forks engines"
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))

@@ -274,7 +274,8 @@ class Store:
         self.stop()
         if not gone.wait(END_S):
             raise ClusterError(
-                "The process of the workers' rendezvous store (a TCPStore) does not end.",
+                "The rendezvous store (the process through which workers find each other) does "
+                "not end.",
                 seen=f"pid {pid}, for {END_S:g} s",
                 next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-019",

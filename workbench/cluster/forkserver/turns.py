@@ -127,7 +127,9 @@ def too_little(framework: str) -> str:
     needed = NEEDED_BYTES[framework] + SPARED * whole
     if free >= needed:
         return ""
-    return f"{free / 1e6:.0f} MB of memory are free, but {needed / 1e6:.0f} MB are needed"
+    return (
+        f"the import needs {needed / 1e6:.0f} MB of memory, but only {free / 1e6:.0f} MB are free"
+    )
 
 
 def memory() -> tuple[int, int]:

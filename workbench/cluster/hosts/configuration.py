@@ -575,7 +575,7 @@ def _options(one: Given) -> dict[str, str]:
             raise PlanError(
                 "An option of the launcher is invalid.",
                 seen=one.shown,
-                allowed="NAME=VALUE or NAME: the option's long name without --",
+                allowed="NAME=VALUE or NAME; NAME is the option's long name without --",
                 next_step="for example, for slurm: --launcher-option qos=high; for ssh: "
                 "--launcher-option Port=2222",
                 code="WB-PLAN-183",

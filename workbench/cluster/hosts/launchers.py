@@ -259,7 +259,7 @@ SSH_FAILED = 255
 
 def failed(what: str, code: int | None, said: str) -> ClusterError:
     """Return the error for a process that ended before its agent came."""
-    last = said or "nothing"
+    last = said or "no output"
     if code == wire.CANNOT_IMPORT:
         return ClusterError(
             f"{what}: Python on the host cannot import Workbench.",

@@ -152,21 +152,22 @@ class HostedEngines:
     def _late(self, found: int, wanted: int, waits: Queued | None, waited_s: float) -> ClusterError:
         if waits is not None:
             return ClusterError(
-                f"The job did not begin within {waited_s:.0f} s, so Workbench cancelled it.",
+                f"Slurm did not start the job within {waited_s:.0f} s, so Workbench cancelled it.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
                 next_step=f"wait longer: --start-timeout {math.ceil(waited_s / 1800)}h; `squeue` "
                 "shows the waiting jobs",
                 code="WB-CLUSTER-066",
             )
-        names = ", ".join(one.name for one in self.agents.living) or "none"
+        names = ", ".join(one.name for one in self.agents.living) or "no host"
         what = "ranks of mpiexec" if self._settings.launcher == MPI else "hosts"
         return ClusterError(
             f"Only {found} of {wanted} {what} answered within {waited_s:.0f} s."
             if wanted
             else f"Not all hosts answered within {waited_s:.0f} s.",
-            seen=names,
-            next_step="check whether a firewall blocks connections from the hosts to this machine "
-            "(--ports, --listen), or run `workbench doctor --on HOST`",
+            seen=f"answers from {names}",
+            next_step="run `workbench doctor --on HOST`, which checks the connection to a host; if "
+            "a firewall blocks connections to this machine, choose open ports with --ports, and "
+            "another address of this machine with --listen",
             code="WB-CLUSTER-067",
         )
 
@@ -180,8 +181,8 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts cannot run cells, because they need the notebook's versions of Python, "
-                "Workbench and ipyparallel.",
+                "The hosts cannot run cells: they need the notebook's versions of Python, "
+                "Workbench and ipyparallel, but have other versions.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the notebook's versions on the hosts, or give another "
                 "interpreter: --launcher-option python=/path/to/python",
@@ -234,11 +235,11 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"on this host, {cwd} is a different folder than on the notebook's machine, so the "
-                "notebook's files are missing"
+                f"{cwd} exists, but it is not the notebook's folder, so the notebook's files are "
+                "missing"
             )
         return (
-            f"this host does not have the notebook's folder {cwd}, so engines start in "
+            f"the notebook's folder {cwd} does not exist there, so engines start in "
             f"{host.facts.home}"
         )
 

@@ -166,8 +166,8 @@ class Sbatch:
             "CANCELLED": "the job was cancelled (scancel)",
             "PREEMPTED": "another job needed this job's nodes",
             "NODE_FAIL": "one of the job's nodes failed",
-            "OUT_OF_MEMORY": "the job needed more memory than it got; the setting for more "
-            "is --launcher-option mem=SIZE",
+            "OUT_OF_MEMORY": "the job needed more memory than Slurm gave it; to get more, "
+            "start the cluster with --launcher-option mem=SIZE",
         }.get(self._state, f"reason {reason}" if reason != "None" else "")
         return self._state + (f": {end}" if end else "")
 

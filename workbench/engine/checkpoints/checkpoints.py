@@ -102,8 +102,8 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint was written by another cell: in that cell, the trainings before "
-                "this training took a different number of steps.",
+                "Another cell wrote the checkpoint. The trainings before this training have a "
+                "different number of steps in that cell than in this cell.",
                 seen=f"steps before this training: {self.context.trained} in this cell, "
                 f"{about['base']} in the cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
@@ -528,7 +528,7 @@ class Writer:
         self._told.add(reason)
         self._warn(
             f"The checkpoint at step {step} could not be written; {self._stands()}. "
-            f"Training and saving continue. {_words(error)}"
+            f"Training and saving continue. The cause: {_words(error)}"
         )
 
     def _tell_success(self, step: int) -> None:

@@ -28,7 +28,7 @@ from . import marks, stdin_bridge
 from .marks import describe
 from .stdin_bridge import Released, StdinBridge
 
-HOW = "run the cell with --background, then open the paused frame with %cluster debug {engine}"
+HOW = "run the cell with --background, then open the debugger with %cluster debug {engine}"
 QUIT = "You left the debugger with `q`, which ends the cell."
 _NOT_HERE = ("debug", "interact", "run", "restart")
 _SKIP = [f"{name}{end}" for name in ("workbench", "IPython", "ipykernel", "ipyparallel", "asyncio")

@@ -302,8 +302,8 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the inner sizes {0} and {1} differ. If a `Linear` layer failed, its input has {0} "
-        "features: write nn.Linear({0}, ...), or put nn.Flatten() before this layer",
+        "the first matrix has {0} columns, but the second has {1} rows. If a `Linear` layer "
+        "failed, its input has {0} features: write nn.Linear({0}, ...), or put nn.Flatten() first",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
@@ -383,7 +383,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
         "your own function failed while TensorFlow called it: {0}; to see the line that "
-        "failed, call the function yourself on one element",
+        "failed, call the function yourself on one element of the data",
     ),
     (
         r"Mixing different tf\.distribute\.Strategy objects",
@@ -443,7 +443,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
         r"|libdevice not found|Couldn't (?:find|get) ptxas",
         "TensorFlow's CUDA does not fit the driver or the GPU. Use a newer driver, or a TensorFlow "
-        "built for the newest CUDA that the driver supports (nvidia-smi shows it)",
+        "built for the newest CUDA that the driver supports (nvidia-smi shows this version)",
     ),
     (
         r"device-side assert",
@@ -474,9 +474,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"ncclUnhandledCudaError|unhandled cuda error",
-        "NCCL reported a CUDA error: most often, the GPU's memory or the shared memory is full "
-        "(docker run --shm-size=2g). If NCCL_DEBUG=WARN is set when the cluster starts, the "
-        "engine's log names the cause",
+        "NCCL reported a CUDA error: most often, the GPU's memory or the shared memory is full. In "
+        "a container, docker run --shm-size=2g gives more shared memory. If NCCL_DEBUG=WARN is set "
+        "when the cluster starts, the engine's log names the cause",
     ),
     (
         r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"
@@ -509,8 +509,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "another rank closed the connection: read the errors of the other ranks. If there are "
-        "none, a rank took fewer steps: all ranks must take the same number of steps",
+        "another rank closed the connection: read the errors of the other ranks. If they have no "
+        "errors, one rank took fewer steps: all ranks must take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
@@ -529,13 +529,13 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"(?:loss|linear|conv\w*)\(\): argument 'input' .+ must be Tensor, not NoneType",
-        "the model, or a layer in it, returned nothing: end its forward() with `return`",
+        "the model, or a layer in it, returned nothing: its forward() must `return` the result",
     ),
     (
         r"before Module\.__init__\(\) call",
         "begin the model's __init__ with super().__init__()",
     ),
-    (r"^SystemExit", "to end a cell early, use `raise`, or put the rest under an `if`"),
+    (r"^SystemExit", "to end a cell early, use `raise`, or put the rest of the cell under an `if`"),
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",

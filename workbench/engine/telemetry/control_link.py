@@ -305,8 +305,8 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured: {recorder.trouble}. The recorded times "
-                f"show when the CPU began {'this step' if many == 1 else 'these steps'}.",
+                text=f"{steps} not measured: {recorder.trouble}. The times recorded "
+                f"for {'this step' if many == 1 else 'these steps'} are times of the CPU.",
             )
         )
 

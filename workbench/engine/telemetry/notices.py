@@ -58,8 +58,8 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
         raise PlanError(
             "`source` must be a path or a function.",
             seen=type(source).__name__,
-            allowed="the path of a file, or a function that returns None, True, or the number "
-            "of seconds until this host is shut down",
+            allowed="the path of a file, or a function that returns None (there is no notice), "
+            "True (there is a notice), or the number of seconds until this host is shut down",
             code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
@@ -87,7 +87,7 @@ class Watch:
     def __init__(self, source: Source, every_s: float, hear: Callable[[Notice], object]) -> None:
         self._look = source if callable(source) else _file(Path(source))
         self._hear, self._every_s = hear, every_s
-        function = "the function given to wb.leave_when"
+        function = "reported by the function given to wb.leave_when"
         self._reason = function if callable(source) else f"{source} exists"
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._main, name="workbench-notices", daemon=True)
@@ -106,7 +106,10 @@ class Watch:
                 found, text = None, f"{type(error).__name__}: {error}"
                 if text != told:
                     told = text
-                    said = f"wb.leave_when: a check failed ({text}); Workbench checks again.\n"
+                    said = (
+                        f"wb.leave_when: Workbench could not check for a notice ({text}), and "
+                        "tries again.\n"
+                    )
                     os.write(2, said.encode())
             if found is not None and found is not False:
                 self._hear(Notice(f"notice: {self._reason}", _seconds(found), host=True))

@@ -112,7 +112,8 @@ class Window:
             self._done = True
             self._note(
                 f"No profile: the training was already at step {step}, so the steps of --profile "
-                f"{self.start}:{self.stop} were over. Use --profile with later or more steps."
+                f"{self.start}:{self.stop} were over. Give --profile a later or longer range of "
+                "steps."
             )
             return False
         try:
@@ -147,8 +148,9 @@ class Window:
             folder, ours = (where or self.path).parent, cluster_env.folder()
             brought = ours is not None and folder.is_relative_to(ours)  # to the host's path
             self._note(
-                f"The profile of {steps} has one file per rank. run.profiles lists the files; "
-                f"ui.perfetto.dev opens them.{'' if brought else f' Folder: {folder}'}"
+                f"The profile of {steps} has one file per engine. run.profiles lists the files; "
+                "the website https://ui.perfetto.dev shows a file."
+                f"{'' if brought else f' Folder: {folder}'}"
             )
 
 

@@ -156,8 +156,8 @@ def check(devices: Sequence[str]) -> None:
             raise EngineSpentError(
                 "TensorFlow has already used another GPU on this engine, and cannot change to this "
                 "worker's GPU.",
-                seen=f"TensorFlow's {_type(device)}:{number} is GPU {before}",
-                allowed=f"GPU {_number(device)}",
+                seen=f"TensorFlow's name {_type(device)}:{number} stands for GPU {before}",
+                allowed=f"{_type(device)}:{number} for GPU {_number(device)}",
                 next_step="%cluster restart",
                 code="WB-CLUSTER-051",
             )

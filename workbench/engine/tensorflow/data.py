@@ -111,7 +111,8 @@ def batch_length(batch: Any) -> int:
         raise FitError(
             "A batch must contain an array with the samples as its first dimension.",
             seen=type(batch).__name__,
-            next_step="return batches (x, y) with one row of x and of y for each sample",
+            next_step="let the data set return batches (x, y) with one row of x and one row of y "
+            "for each sample",
             code="WB-FIT-032",
         )
     return len(leaves[0])

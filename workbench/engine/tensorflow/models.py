@@ -70,7 +70,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
             "`optimizer` must be a Keras optimizer or a function.",
             seen=optimizer,
             allowed="an optimizer of keras.optimizers, or a function (variables) -> optimizer",
-            next_step="optimizer=keras.optimizers.SGD(0.1)",
+            next_step="pass optimizer=keras.optimizers.SGD(0.1)",
             code="WB-FIT-043",
         )
 
@@ -83,10 +83,11 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         float(scheduler(0))
     except Exception as error:
         raise FitError(
-            "`scheduler` must be a function that takes the step and returns the learning rate.",
+            "`scheduler` must be a function that receives the number of the step and returns the "
+            "learning rate.",
             seen=f"scheduler(0) raised {type(error).__name__}: {error}",
             allowed="a function (step) -> learning rate, or a schedule of keras.optimizers",
-            next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
+            next_step="pass scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
             code="WB-FIT-044",
         ) from error
 

@@ -101,7 +101,8 @@ def setup(spec: RunSpec) -> None:
         )
     if spec.mode == "run" and os.environ.get("TF_CONFIG"):
         raise ClusterError(
-            "TF_CONFIG must not be set: a run finds its devices and workers itself.",
+            "TF_CONFIG must not be set: Workbench itself tells TensorFlow the run's devices and "
+            "workers.",
             seen=os.environ["TF_CONFIG"],
             allowed="no TF_CONFIG",
             next_step="run del os.environ['TF_CONFIG'] in a %%distributed cell, then run this "
@@ -294,7 +295,7 @@ def explain(error: BaseException) -> str | None:
 
 
 _OUTSIDE = (
-    "the optimizer was called outside a replica. Put the forward pass, the backward pass "
+    "the cell called the optimizer outside strategy.run. Put the forward pass, the backward pass "
     "and the optimizer's call into a function `step`, and call strategy.run(step, args=(batch,))."
 )
 _CAUSES = {

@@ -227,10 +227,10 @@ class StreamSource(Source):
                 events.Warned(
                     rank=self._context.spec.rank,
                     text=f"The loader has {count} processes, and each process reads the whole "
-                    f"stream. So each sample is used {count} times. If `steps` ends the training "
-                    "earlier, the last samples are never used. Make the data set's __iter__ read a "
-                    "different part in each process (torch.utils.data.get_worker_info()), or use "
-                    "num_workers=1.",
+                    f"stream. So each sample is used {count} times in an epoch. If `steps` ends "
+                    "the training before the end of an epoch, the last samples of the stream may "
+                    "never be used. Make the data set's __iter__ read a different part in each "
+                    "process (torch.utils.data.get_worker_info()), or use num_workers=1.",
                 )
             )
 
@@ -488,7 +488,7 @@ def batch_length(data: Any) -> int:
     raise FitError(
         "A batch must contain a tensor with the samples as its first dimension.",
         seen=type(data).__name__,
-        next_step="change the collate function: its tensors need the batch as first dimension",
+        next_step="let the data set or its collate_fn return tensors with one row for each sample",
         code="WB-FIT-045",
     )
 
@@ -570,7 +570,7 @@ def labels(source: Source) -> NDArray[np.int64]:
             "The option `skew` divides samples by class, but these samples have no class (label).",
             seen="samples that are not pairs (x, y)"
             if target is None
-            else f"y of {target.dtype}, {target.dim()}-d",
+            else f"y: {target.dtype}, number of dimensions: {target.dim()}",
             allowed="pairs (x, y), where y is one whole number per sample",
             next_step="remove -o skew",
             code="WB-FIT-058",

@@ -241,9 +241,8 @@ def has_group() -> bool:
 def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
-        raise ClusterError(
-            "The engine has no address of the TCPStore.", seen=spec.run_id, code="WB-CLUSTER-030"
-        )
+        what = "The engine did not receive the address through which workers find each other."
+        raise ClusterError(what, seen=spec.run_id, code="WB-CLUSTER-030")
     host, port = spec.store
     _store_port = port  # an interrupt breaks this connection too, even while it is being made
     stores: Any = dist  # torch has the stores, but does not declare them as exported
@@ -588,8 +587,8 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     raise ClusterError(
         "The arguments of init_process_group do not match this cell's process group.",
         seen=f"world_size={size}, rank={rank}",
-        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker, or a call "
-        "without world_size and rank: both values are in the environment",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker; or neither "
+        "argument, because the variables WORLD_SIZE and RANK already contain these values",
         next_step="remove both arguments, and the lines that set RANK or WORLD_SIZE"
         + ("" if size == spec.world_size else f"; or start the cell with -n {size}"),
         code="WB-CLUSTER-032",

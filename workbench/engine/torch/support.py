@@ -307,7 +307,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise FitError(
             "wb.fit cannot call ReduceLROnPlateau.step(), which needs a metric such as the loss.",
-            next_step="remove `scheduler`; call its step(loss) in a callback's on_epoch_end",
+            next_step="remove `scheduler=`; call scheduler.step(loss) in a callback's on_epoch_end",
             code="WB-FIT-064",
         )
     if isinstance(scheduler, LRScheduler):

@@ -182,7 +182,8 @@ def _sources(
     fit_arguments.check_batch(source.batch_size, context)
     if source.steps_per_epoch is None and counts.steps is None:
         raise FitError(
-            "The argument `steps` is missing: the data has no length, so an epoch would never end.",
+            "The argument `steps` is missing: the data has no length, so Workbench does not know "
+            "how many steps an epoch has.",
             seen=type(data).__name__,
             next_step="pass steps=1000",
             code="WB-FIT-006",

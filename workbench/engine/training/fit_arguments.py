@@ -215,7 +215,7 @@ def check_extras(
 
 
 _EXPLAINED = {
-    "built_optimizer": "an optimizer object instead of a function (built_optimizer)",
+    "built_optimizer": "an optimizer that you have already built (built_optimizer)",
     "own_data": "a separate data set on each worker (own_data)",
     "uneven_batches": "a last batch with fewer samples (uneven_batches)",
 }
@@ -224,7 +224,7 @@ _EXPLAINED = {
 _INSTEAD = {
     "built_optimizer": "a function that makes the optimizer",
     "own_data": "the same data on every worker",
-    "uneven_batches": "a batch_size that divides the number of samples",
+    "uneven_batches": "a batch_size that divides the number of samples without remainder",
 }
 
 
@@ -264,7 +264,8 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         ]
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(named)}.",
-            allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
+            allowed="with this strategy: "
+            + (", ".join(sorted(entry.supports)) or "no optional argument"),
             next_step=f"call wb.fit {' and '.join(map(_change, missing))}"
             + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
@@ -315,7 +316,8 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         raise FitError(
             f"The model is on device `meta`, and strategy {entry.name} cannot allocate memory for "
             "the model.",
-            seen=f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
+            seen=f"tensors on device `meta`: {lacking[0]}"
+            + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
             allowed=f"a model with weights; under {', '.join(able)} also a model on device `meta`",
             next_step=f"build the model without torch.device('meta'), or use {able[0]}"
             if entry.name not in share
@@ -381,8 +383,8 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
             events.Warned(
                 rank=context.spec.rank,
                 text="An earlier run has trained this model, so this run does not begin with new "
-                "weights. Its loss cannot be compared with the loss of other runs. Build the model "
-                "in the cell that trains it.",
+                "weights. The loss of this run cannot be compared with the loss of other runs. "
+                "Build the model in the cell that trains it.",
                 topic=Topic.TRAINED_BEFORE,
             )
         )

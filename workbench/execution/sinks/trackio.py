@@ -35,7 +35,7 @@ def check(where: str) -> None:
         raise PlanError(
             "Trackio reserves this project name for itself.",
             seen=where,
-            next_step=f"--log trackio:{where}-runs",
+            next_step=f"use another name: --log trackio:{where}-runs",
             code="WB-PLAN-248",
         ) from error
     try_folder(str(utils.TRACKIO_DIR), "Trackio's store", make=True)

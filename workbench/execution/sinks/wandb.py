@@ -224,7 +224,7 @@ class _Writer:
             return {"place": "nowhere", "remark": "With WANDB_MODE=disabled, nothing is written."}
         if self._run.offline:
             place = str(found.sync_dir)
-            later = f'`wandb sync "{place}"` sends the run to W&B.'
+            later = f'To send the run to W&B later, run in a terminal: wandb sync "{place}"'
             return {"place": place, "remark": f"{remark} {later}" if remark else ""}
         return {"place": str(self._run.url), "remark": ""}
 

@@ -150,7 +150,7 @@ class Copies:
         """
         self.drop(engine)
         self._run.recoveries.append(Recovery((engine,), how, step, 0, workers, 0.0, again=False))
-        self._run.note(f"{how}; it was waiting to join the training.", [engine])
+        self._run.note(f"{how}. This worker was waiting to join the training.", [engine])
 
     def drop(self, engine: int) -> None:
         """Remove an engine from the engines that wait."""

@@ -188,7 +188,7 @@ def _elsewhere(
 def place_words(place: Whereabouts | None) -> str:
     """Return where an engine is: `at train.py:41 in load_batch`, `waiting in all_reduce`."""
     if place is None:
-        return f"silent (no answer for {ANSWER_S:g} s or longer; perhaps a C call does not return)"
+        return f"silent (no answer for {ANSWER_S:g} s or longer; perhaps a C function does not end)"
     if place.state == "idle":
         return "idle"
     if not place.at:

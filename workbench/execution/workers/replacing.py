@@ -69,7 +69,7 @@ class Replacing(Watching):
         slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the other workers for its share"
         if engine in self._replaced or len(self._replaced) >= MOST:
             again = engine in self._replaced
-            why = "a new engine replaced it" if again else f"{MOST} workers were replaced"
+            why = "it was already replaced" if again else f"{MOST} workers were already replaced"
             self._over = True
             self._run.note(
                 f"{who} takes {slow}, although {why}. Workbench replaces no more workers."

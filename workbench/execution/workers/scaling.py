@@ -58,7 +58,7 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
     if mender.failed or mender.target is not None:
         raise RunError(
             f"The number of workers is {len(mender.members)} instead of {workers}.",
-            seen="; ".join(mender.failed) or "the run ended earlier",
+            seen="; ".join(mender.failed) or "the run ended before the change was complete",
             code="WB-RUN-147",
         )
 
@@ -169,7 +169,7 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
         seen=f"engine {engine} already trains"
         if engine in members
         else f"engine {engine} is not one of the run's engines",
-        allowed=f"an engine of this run that does not train now; {list(members)} train",
+        allowed=f"an engine of this run that does not train now (engines {list(members)} train)",
         code="WB-RUN-142",
     )
 

@@ -554,7 +554,7 @@ def _norms(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
     if not own or len(plans) < 2:
         return []
     return [
-        f"BatchNorm normalised over each worker's share of the batch in {', '.join(own)}, so the "
+        f"In {', '.join(own)}, BatchNorm normalised over each worker's share of the batch, so the "
         "result differs from the result on one device."
     ]
 
@@ -588,7 +588,8 @@ def _single(run: RunSummary) -> list[str]:
         found.append(f"{run.name} {ended}: {after}.")
     if run.diverged:
         found.append(
-            f"{run.name} diverged: its loss became NaN or infinite. Means use only finite losses."
+            f"{run.name} diverged: its loss became NaN or infinite. Means over several seeds leave "
+            "out such losses."
         )
     if run.damaged:
         found.append(

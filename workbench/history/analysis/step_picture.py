@@ -134,10 +134,10 @@ def _rows(
         step = int(numbers[counts >= last][-1])
     rows = np.flatnonzero(steps == step)
     if not len(rows):
-        every = f", every {history.stride}th" if history.stride > 1 else ""
+        every = f", one of every {history.stride} steps" if history.stride > 1 else ""
         raise RunError(
             "This step is not in the history.", seen=f"step={step}",
-            allowed=f"{steps[0]} to {steps[-1]}{every}",
+            allowed=f"steps {steps[0]} to {steps[-1]}{every}",
             code="WB-RUN-044",
         )  # fmt: skip
     return step, rows

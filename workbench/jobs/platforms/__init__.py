@@ -37,7 +37,7 @@ def platform(on: str, **options: str) -> Platform:
     known = getattr(PLATFORMS[on], "__dataclass_fields__", {})
     if strange := sorted(set(options) - set(known)):
         raise PlanError(
-            f"{on} has no such option.",
+            f"The platform {on} has no such option.",
             seen=", ".join(strange),
             allowed=", ".join(known) or "none",
             code="WB-PLAN-243",

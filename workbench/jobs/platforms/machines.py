@@ -103,7 +103,7 @@ class Local:
             raise ClusterError(
                 "This machine has fewer GPUs than requested.",
                 seen=f"gpus_per_node={resources.gpus_per_node}",
-                allowed=f"gpus_per_node={found} or less",
+                allowed=f"gpus_per_node from 0 to {found}",
                 next_step=f"use gpus_per_node={found}, or another platform",
                 code="WB-CLUSTER-095",
             )
@@ -275,7 +275,7 @@ class Slurm:
             )
         must(
             ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse this job.",
-            "solve what Slurm reports; `sinfo` shows partitions and limits", cwd=folder,
+            "solve the problem that Slurm reports; `sinfo` shows partitions and limits", cwd=folder,
         )  # fmt: skip
 
     def _partitions(self) -> tuple[dict[str, list[_Nodes]], str]:
@@ -302,7 +302,7 @@ class Slurm:
         venv = ["--venv", self.venv] if self.venv else []
         said = must(
             ["sbatch", "--parsable", "job.sbatch", *venv], "Slurm refused the job.",
-            "solve what Slurm reports; `sinfo` shows partitions and limits", cwd=folder,
+            "solve the problem that Slurm reports; `sinfo` shows partitions and limits", cwd=folder,
         )  # fmt: skip
         job = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
         return Ticket(

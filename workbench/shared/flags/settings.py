@@ -57,7 +57,7 @@ class RunSettings:
         is_text=True,
         read=read_faults,
         write=lambda fault: fault.text,
-        help="inject a fault: slow=1:50ms, jitter=20ms, kill=2@100",
+        help="inject a fault, for example slow=1:50ms, jitter=20ms or kill=2@100",
         without="no faults",
         example="%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms",
     )

@@ -7,16 +7,16 @@ are added up. Then each replica updates its own copy of the parameters, so the c
     device 1:  forward, backward --+-- all-reduce (sum) -+-> update
     device 2:  forward, backward --+                     +-> update
 
-Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
-These values are averaged over the replicas at the end of each step. In BatchNorm, each replica
-normalises over its own share of the batch.
+Some Keras layers also keep values that are not learnt from gradients (BatchNorm's moving
+statistics). These values are averaged over the replicas at the end of each step. In BatchNorm, each
+replica normalises over its own share of the batch.
 
 Embeddings work as in TensorFlow without Workbench. The gradient of an Embedding is a list of rows,
 and Adam, RMSprop and Adagrad square each row of this list separately. A lookup that depends on a
 sample adds one row to the list, no matter how many replicas there are. But lookups that do not
 depend on the samples, such as positions (`Embedding(arange)`), are made by every replica. So the
-list contains each of their rows once per replica. For these rows, the steps of the three optimizers
-differ from the steps on one device. With SGD the steps are equal.
+list contains each row of such a lookup once per replica. For these rows, the steps of the three
+optimizers differ from the steps on one device. With SGD the steps are equal.
 
 The step waits for the slowest device. Each replica's loss is divided by the number of replicas
 (Keras does this automatically). So the sum of the gradients is the gradient of the mean loss of the

@@ -9,8 +9,8 @@ saves memory, but never time.
     device 1:       . . . . stage 1 --activations--> <--gradients-- stage 1   . . . . . -> update
     device 2:       . . . . . . . . . stage 2 -> loss -> stage 2 . . . . . .  . . . . . -> update
 
-With p equal stages, each stage is busy for 1/p of the time; the rest of the time is its bubble.
-PyTorch's `model_split` makes the bubble smaller with microbatches.
+If all p stages take the same time, each stage is busy for 1/p of the step's time. The rest of the
+time is its bubble. PyTorch's `model_split` makes the bubble smaller with microbatches.
 
 Sums are computed in the same order as on one device, so the result is the same.
 
@@ -146,7 +146,8 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
             raise FitError(
                 "`split_at` must name layers at which a stage can begin.",
                 seen=f"split_at={word}",
-                allowed=", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
+                allowed="the number or the name of a layer: "
+                + ", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
                 next_step="name layers of the model, but not the first layer",
                 code="WB-FIT-077",
             )

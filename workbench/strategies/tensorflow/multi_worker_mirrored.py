@@ -15,22 +15,23 @@ the run:
 
     TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
 
-Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
-These values are averaged over the workers at the end of each step, so saved models are equal too.
-In BatchNorm, each worker normalises over its own share of the batch. With Keras, all workers can
-save to the same file: each worker saves the complete model or the complete weights, and the file
-that is saved last remains. `CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on rank 0.
-If a cell writes other files, use a different path for each rank, or write them only
-`if rank == 0:`.
+Some Keras layers also keep values that are not learnt from gradients (BatchNorm's moving
+statistics). These values are averaged over the workers at the end of each step, so saved models are
+equal too. In BatchNorm, each worker normalises over its own share of the batch. With Keras, all
+workers can save to the same file: each worker saves the complete model or the complete weights, and
+the file that is saved last remains. `CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on
+rank 0. If a cell writes other files, use a different path for each rank, or write them only on
+rank 0 (`if rank == 0:`).
 
 Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
 would wait forever for a missing worker, and block every thread of its process. If a collective
-operation hangs later, it ends after `timeout_s` seconds.
+operation (such as an all-reduce) hangs later, it ends after `timeout_s` seconds.
 
-Every worker opens a gRPC server for the run. The server listens on every network interface, even if
-its address is 127.0.0.1. After the run, no process can connect to it. The engines lose the
-TensorFlow tensors and variables of earlier cells, because TensorFlow deletes them when a process
-joins a cluster. NumPy arrays and the model that was trained are kept.
+Every worker opens a gRPC server (a socket for messages from other processes) for the run. The gRPC
+server listens on every network interface, even if its address is 127.0.0.1. After the run, no
+process can connect to it. The engines lose the TensorFlow tensors and variables of earlier cells,
+because TensorFlow deletes them when a process joins a TensorFlow cluster (a group of TensorFlow
+processes). NumPy arrays and the model that was trained are kept.
 
 Sources: tf.distribute.MultiWorkerMirroredStrategy,
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras; Patarasuk and Yuan,

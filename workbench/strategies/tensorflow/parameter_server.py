@@ -2,8 +2,8 @@
 
 The cell runs on one engine, the coordinator. The coordinator does not compute; it schedules
 closures (functions that compute one step), and an idle worker takes the next closure. In a closure,
-a worker reads the variables from the servers and computes the gradients of its own batch. Then the
-servers apply these gradients:
+a worker reads the variables from the servers and computes the gradients of its share of a batch.
+Then the servers apply these gradients:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
                        |               |              |
@@ -30,10 +30,11 @@ In Keras 3, each variable must be one tensor, but a partitioned variable consist
 tensors. So you can use a partitioner only in your own loop, for `tf.Variable`s that this loop
 makes.
 
-Every task (the coordinator, each worker and each server) opens a gRPC server for the run. This
-server listens on every network interface, even if its address is 127.0.0.1. After the run, no
-process can connect to it. The coordinator loses the TensorFlow tensors and variables of earlier
-cells, because TensorFlow deletes them when a process connects to a cluster. NumPy arrays are kept.
+Every task (the coordinator, each worker and each server) opens a gRPC server (a socket for messages
+from other processes) for the run. The gRPC server listens on every network interface, even if its
+address is 127.0.0.1. After the run, no process can connect to it. The coordinator loses the
+TensorFlow tensors and variables of earlier cells, because TensorFlow deletes them when a process
+connects to a TensorFlow cluster (a group of TensorFlow processes). NumPy arrays are kept.
 
 Sources: tf.distribute.ParameterServerStrategy,
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training; Li et al., Scaling

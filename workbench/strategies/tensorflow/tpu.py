@@ -5,12 +5,12 @@
     ...                          |                      |
     core 7:  forward, backward --+                      +-> update
 
-XLA compiles the whole step for the TPU, and a TPU runs no Python. So Workbench cannot measure times
-or inject delays inside a step. The waits and compute times of a core are therefore unknown.
-Workbench still records steps, samples and losses.
+XLA, TensorFlow's compiler, compiles the whole step for the TPU, and a TPU runs no Python. So
+Workbench cannot measure times or inject delays inside a step. The waits and compute times of a core
+are therefore unknown. Workbench still records steps, samples and losses.
 
-Before TensorFlow connects to an address, Workbench checks that a server answers at this address.
-Without this check, TensorFlow would wait for minutes if there is no server.
+Before TensorFlow connects to the address of a TPU, Workbench checks that a server answers at this
+address. Without this check, TensorFlow would wait for minutes if there is no server.
 
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
@@ -132,7 +132,8 @@ def _silent(where: str, why: str) -> ClusterError:
         "No TPU answers at the given address.",
         seen=f"{where}: {why}",
         allowed="the gRPC address of a running TPU, its name in Google Cloud, or `local`",
-        next_step=f"correct {variable}, or remove it and use the strategy `mirrored`",
+        next_step=f"correct the environment variable {variable}, or remove it and use the "
+        "strategy `mirrored`",
         code="WB-CLUSTER-048",
     )
 

@@ -55,8 +55,8 @@ the last average count twice.
 
 In a step with an average, a worker sends 2 (n-1)/n times the size of the parameters and
 floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size of
-the current fragment. In other steps it sends nothing. Workers wait for the slowest worker only in
-steps with an average.
+the current fragment. In steps without an average it sends nothing. Workers wait for the slowest
+worker only in steps with an average.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ share and `samples` is the size of the batch. With this factor, the mean over wo
 sum_r (samples_r / samples) g_r, the mean over samples.
 
 Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
-them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run. DDP,
-with its default settings, broadcasts the buffers in each forward pass. In such a broadcast the
-other workers wait for rank 0. With this wait and the wait in the all-reduce, each step would have
-two waits, and the measured times would not show which worker causes them.
+them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run.
+DistributedDataParallel, with its default settings, broadcasts the buffers in each forward pass. In
+such a broadcast the other workers wait for rank 0. With this wait and the wait in the all-reduce,
+each step would have two waits, and the measured times would not show which worker causes them.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with

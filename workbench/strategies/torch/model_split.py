@@ -11,8 +11,8 @@ as in torch.distributed.pipelining.
 Each worker holds only the parameters and the optimizer state of its own stages, so the model can be
 larger than one worker's memory. While one stage computes a whole batch, the other stages have
 nothing to do. So the batch is divided into m microbatches that go through the stages one after the
-other. The idle time that remains is the bubble. With p balanced stages, the bubble is
-(p - 1) / (m + p - 1) of the time. It is smaller with interleaved or zero-bubble schedules.
+other. The idle time that remains is the bubble. If all p stages take the same time, the bubble is
+(p - 1) / (m + p - 1) of the step's time. It is smaller with interleaved or zero-bubble schedules.
 
 All workers get the same batch: the first stage needs x, and the last stage needs y. For some
 batches, Workbench checks that all workers have read the same targets

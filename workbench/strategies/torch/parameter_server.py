@@ -41,8 +41,8 @@ wait is the last worker that was too far behind, because the push of this worker
 The server tells the waiting worker which worker this was. With `sync=true`, the sync wait is
 measured as under `central_storage`.
 
-If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), workers push only the gradient's
-rows, and servers send back only the rows that have changed (`servers/rows.py`).
+If the gradient of an embedding table is sparse (`nn.Embedding(..., sparse=True)`), workers push
+only the gradient's rows, and servers send back only the rows that have changed (`servers/rows.py`).
 
 MXNet's KVStore with `dist_async` works like this strategy: workers call `push(key, gradient)` and
 `pull(key)`, and the optimizer is on the servers. `dist_sync` works like `sync=true`.

@@ -32,10 +32,12 @@ together. The rest always stays in memory from the forward pass to the backward 
 rest, every worker sends only 2 (n-1)/n times the rest's size. A model that is smaller than
 `unit_mb` has no units. With `unit_mb=0`, small models have units too.
 
-Sent bytes are counted for each collective operation: in a ring all-gather or reduce-scatter of a
-unit of S bytes, every worker sends S (n-1)/n bytes. Workers wait for each other several times in a
-step, also in the forward pass. So the sync wait is computed from the time that each worker spends
-on its own computation (`parts/timing.py`). On GPUs the sync wait is not measured.
+Sent bytes are counted for each collective operation. In an all-gather every worker receives the
+parts of all workers; in a reduce-scatter every worker receives one part of the sum. In both
+operations, on a ring and for a unit of S bytes, every worker sends S (n-1)/n bytes. Workers wait
+for each other several times in a step, also in the forward pass. So the sync wait is computed from
+the time that each worker spends on its own computation (`parts/timing.py`). On GPUs the sync wait
+is not measured.
 """
 
 from __future__ import annotations

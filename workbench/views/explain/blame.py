@@ -61,7 +61,7 @@ class BlameMatrix(Picture, Blame):
         """Return which steps were counted."""
         return [
             f"{self._counted()}. Rows: waiting workers. Columns: the workers that caused the "
-            "waits. Means per step."
+            "waits. Each value is a mean per step."
         ]
 
     def _counted(self) -> str:
@@ -143,9 +143,10 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each all-reduce would begin when the last of the other workers is ready",
-    "pipeline": "the busiest of the other workers would set the pace. So each step would be "
-    "shorter by the difference between the busy times of worker {worker} and of that other worker. "
-    "The pipeline would also fill faster. The estimate leaves this out, so the real gain is larger",
+    "pipeline": "the busiest of the other workers would decide how long a step takes. So each step "
+    "would be shorter by the difference between the busy time of worker {worker} and the busy time "
+    "of this busiest other worker. The pipeline would also fill faster. The estimate leaves out "
+    "this effect, so the real gain is larger",
     "asynchronous": "a step of worker {worker} would take as long as the median step of the other "
     "workers",
 }

@@ -89,7 +89,7 @@ class PredictionPicture(Picture, Prediction):
         """Return in words whether the interval contains a run that the prediction did not use."""
         at = [p for p in self.points if p.workers == measured.workers]
         if not _alike(self, measured):
-            return ", with a batch size that differs from the prediction"
+            return ", with another batch size than the predicted runs"
         if measured.run in self.runs or not at:
             return ""
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
@@ -120,7 +120,7 @@ class PredictionPicture(Picture, Prediction):
         y = top + PLOT + 46
         legend = "Circles: predicted. Band: should contain 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint dots: measured with another batch size than the prediction's."
+            legend += " Faint dots: measured with another batch size than the predicted runs."
         if any(p.far for p in self.points):
             legend += " Shaded area: outside the measured range."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
@@ -376,7 +376,7 @@ class ChoicePicture(Picture, Choice):
         known = self.seconds == self.seconds
         spent = ""
         if known:
-            spent = f"The short measuring runs took {_time(self.seconds)} in total. "
+            spent = f"The short runs took {_time(self.seconds)} in total. "
         text = "Measured rates have 95 % intervals, and predicted rates have 90 % intervals."
         return [spent + text, *self.notes]
 

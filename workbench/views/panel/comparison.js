@@ -15,7 +15,7 @@ SECTIONS.push((() => {
   /** One group of bars: caption, a bar per row with its value in words, spread over seeds. */
   const BARS = [
     ["samples_per_s", "Throughput", "samples/s after warm-up, higher is better", rate],
-    ["all_samples_per_s", "Throughput, all steps", "samples/s, including the first steps", rate],
+    ["all_samples_per_s", "Throughput, all steps", "samples/s, warm-up included", rate],
     ["speedup", "Speed-up", "throughput after warm-up, divided by the throughput of one device", times],
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "lower is better", kit.seconds],

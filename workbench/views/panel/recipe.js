@@ -38,7 +38,7 @@ SECTIONS.push({
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
     const cell = kit.button("To a cell", "Write %%distributed cells that start the selected runs", toCell);
-    const job = kit.button("To a job", "Write a job folder for each selected run. You can start a job with torchrun on any machine", toJob);
+    const job = kit.button("To a job", "Write a job folder for each selected run. You can start a job on any machine", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
     const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "Cells for the selection", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });
@@ -79,7 +79,7 @@ SECTIONS.push({
       const answer = await app.do("recipe.job").catch(() => null); // the panel says why
       if (!answer) return;
       said.title = answer.where;
-      say(`${answer.folders.length > 1 ? "The jobs are" : "The job is"} in ${answer.folders.join(", ")}. To run a job with Slurm: wb.submit("${answer.folders[0]}", on="slurm"). The README.md in the folder explains other ways to start it.`);
+      say(`${answer.folders.length > 1 ? "The jobs are" : "The job is"} in ${answer.folders.join(", ")}. To run a job with Slurm: wb.submit("${answer.folders[0]}", on="slurm"). The README.md in a job folder explains other ways to start the job.`);
     }
 
     function row(one) {

@@ -106,7 +106,7 @@ SECTIONS.push((() => {
         kit.attr(which.input, "max", value.steps ? value.steps - 1 : null);
         const going = Boolean(value.run) && !value.over;
         calibrate.disabled = measuring || going;
-        if (!measuring && going !== held) kit.text(said, going ? "The check needs the engines. Wait until this run is over." : "");
+        if (!measuring && going !== held) kit.text(said, going ? "The check of the measurement needs free engines. Wait until this run is over." : "");
         held = going;
         again.disabled = !picture?.diagram;
         const due = performance.now() - asked > AGAIN_MS || value.state === "paused" || value.over;

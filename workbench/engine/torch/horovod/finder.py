@@ -67,7 +67,10 @@ _REFUSED = {
     "start_timeline": "use the run's dashboard, or profile steps 10 to 14 with --profile 10:15",
     "stop_timeline": "use the run's dashboard, or profile steps 10 to 14 with --profile 10:15",
 }
-_LAUNCH = "use %%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
+_LAUNCH = (
+    "begin the cell with %%distributed -n 4, or run torchrun --nproc-per-node 4 train.py in a "
+    "terminal"
+)
 _PARTS = {
     "tensorflow": "use %%distributed mirrored --framework tensorflow and model.fit without Horovod",
     "keras": "use %%distributed mirrored --framework tensorflow and model.fit without Horovod",

@@ -76,7 +76,7 @@ class Bucket:
                 if not sparse_as_dense:
                     raise FitError(
                         "A gradient is sparse. Sparse gradients need sparse_as_dense=True.",
-                        seen=f"shape {tuple(p.shape)}",
+                        seen=f"a sparse gradient of shape {tuple(p.shape)}",
                         next_step="use hvd.DistributedOptimizer(..., sparse_as_dense=True)",
                         code="WB-FIT-172",
                     )

@@ -444,7 +444,7 @@ def join(device: int = -1) -> int:
         return 0
     raise FitError(
         "hvd.join is not supported: all ranks must take the same number of steps.",
-        next_step="remove hvd.join(); DistributedSampler gives all ranks the same "
+        next_step="remove hvd.join(), and use DistributedSampler, which gives all ranks the same "
         "number of samples",
         code="WB-FIT-170",
     )

@@ -72,7 +72,10 @@ clock = time.perf_counter
 STALL_S = 120.0
 """After this time, a closure counts as one that will never end."""
 
-UNMEASURED = "pull, computation and push are in one closure, and only the whole closure is timed"
+UNMEASURED = (
+    "pull, computation and push are in one function that the worker runs (a closure), and only the "
+    "whole function is timed"
+)
 
 
 class Step(cluster_coordinator.Closure):  # type: ignore[misc]
@@ -220,10 +223,10 @@ class Closures:
             late = [rank for rank, since_s in self._running.items() if clock() - since_s > STALL_S]
         if late:
             raise ClusterError(
-                f"Worker {late[0]} does not finish the function that was scheduled on it.",
+                f"Worker {late[0]} has not finished the function that was scheduled on it.",
                 seen=f"no result for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart starts new "
-                "engines; if all are alive, do less work in each function",
+                "engines; if all engines are alive, do less work in each function",
                 code="WB-CLUSTER-045",
             )
 

@@ -66,8 +66,8 @@ class Coordinated:
                 "their steps in no fixed order.",
                 seen="a callback with the method on_step_end",
                 allowed="callbacks with on_epoch_end or on_train_end",
-                next_step="write your own loop and schedule closures in it: "
-                "coordinator.schedule(...)",
+                next_step="write your own loop: coordinator.schedule(step, args=...), then "
+                "coordinator.join()",
                 code="WB-FIT-071",
             )
         source, job = training.source, training.job

@@ -282,8 +282,8 @@ def check_kind(data: Any) -> None:
             "PyTorch data cannot be used in a TensorFlow run.",
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
-            next_step="pass arrays, made of tensors x and y: model.fit(x.numpy(), y.numpy(), ...); "
-            "or model.fit(*wb.data.digits('train', arrays=True), ...)",
+            next_step="convert tensors x and y to arrays: model.fit(x.numpy(), y.numpy(), ...); or "
+            "use data of Workbench: model.fit(*wb.data.digits('train', arrays=True), ...)",
             code="WB-FIT-088",
         )
 

@@ -286,8 +286,9 @@ class Steps:
         if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
-                f"TensorFlow traced the step {often}. The tracing took {self._traced_s:.1f} s in "
-                "total. The measured step times do not include the tracing."
+                f"TensorFlow traced the step {often}: it built a graph from the step's Python "
+                f"code. The tracing took {self._traced_s:.1f} s in total. The measured step times "
+                "do not include the tracing."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 

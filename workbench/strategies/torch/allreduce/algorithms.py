@@ -37,9 +37,9 @@ def ring(flat: torch.Tensor, links: Links) -> None:
     Workstations, Journal of Parallel and Distributed Computing 69(2), 2009.
 
     Each of the n workers divides its tensor into n chunks. In each round every worker sends a chunk
-    to the next worker and adds the chunk that it receives from the previous worker to its own.
-    After n-1 rounds each worker holds one chunk of the sum. In n-1 more rounds each finished chunk
-    is sent around the ring.
+    to the next worker, receives a chunk from the previous worker, and adds the received chunk to
+    its own chunk. After n-1 rounds each worker holds one chunk of the sum. In n-1 more rounds each
+    finished chunk is sent around the ring.
 
         reduce-scatter, n = 3                          all-gather
         worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
@@ -113,8 +113,8 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
     MPICH, IJHPCA 19(1), 2005, section 4.5.
 
     In round k, two workers are partners if their ranks, as binary numbers, differ only in bit k.
-    The partners exchange their sums, and each adds the sum that it receives to its own. If n is a
-    power of two, every worker holds the sum after log2 n rounds.
+    The partners exchange their sums, and each partner adds the received sum to its own sum. If n is
+    a power of two, every worker holds the sum after log2 n rounds.
 
         worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
         worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
@@ -122,9 +122,10 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
         worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
 
     Let p be the largest power of two that is not above n. If n > p, each worker with a rank of p or
-    more first sends its tensor to a worker with a lower rank, which adds it to its own. At the end
-    the worker with the lower rank sends the sum back. In each round, two partners compute a + b and
-    b + a, which are equal to the last bit. So all copies of the sum are equal to the last bit.
+    more first sends its tensor to a worker with a rank below p. This worker adds the received
+    tensor to its own tensor. At the end the worker with the lower rank sends the sum back. In each
+    round, two partners compute a + b and b + a, which are equal to the last bit. So all copies of
+    the sum are equal to the last bit.
 
     Each worker with a rank below p sends the whole tensor log2(p) times. There are log2 p rounds,
     and two more if n > p.

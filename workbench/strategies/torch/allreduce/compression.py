@@ -13,8 +13,9 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
   and its largest number is 65504.
 - `topk:F`: each worker sends only the numbers of its gradient that have the largest magnitude, as
   values and indices. F is the fraction of all numbers that is sent. Workers choose different
-  numbers, so an all-gather is needed instead of an all-reduce. Each worker sends n-1 messages, and
-  each message has all the numbers that one worker chose.
+  numbers, so an all-gather (every worker receives the messages of all workers) is needed instead of
+  an all-reduce. Each worker sends n-1 messages, and each message has all the numbers that one
+  worker chose.
 - `powersgd:R`: for each gradient matrix M, shape (m, k), two smaller matrices are sent: P, shape
   (m, R), and Q, shape (k, R). The product P Q^T approximates M. One step of power iteration
   computes P and Q from the Q of the previous training step. P and Q are linear in M, so an

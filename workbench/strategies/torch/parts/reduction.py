@@ -402,7 +402,7 @@ class Reduction:
             raise unused(
                 named[0]
                 if named
-                else "a parameter that this backward pass did not use, but an earlier one did"
+                else "a parameter that an earlier backward pass used, but this pass did not"
             ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:

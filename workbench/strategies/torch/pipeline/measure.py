@@ -314,9 +314,9 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
     raise FitError(
         "A layer changes the number of samples, so its outputs would not match the targets.",
         seen=f"Layer {layer}: {samples} samples became an output of shape {tuple(form.shape)}",
-        next_step="keep the samples in the first dimension; for example, use nn.Flatten() or "
-        "x.flatten(1) instead of x.view(-1, n), and adapt the next layer: view(-1, n) changes the "
-        "number of samples if n is not the size of one sample",
+        next_step="keep the samples in the first dimension. x.view(-1, n) changes the number of "
+        "samples if n is not the size of one sample. Use nn.Flatten() or x.flatten(1) instead, and "
+        "adapt the input size of the next layer",
         code="WB-FIT-142",
     )
 

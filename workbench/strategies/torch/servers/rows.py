@@ -11,9 +11,9 @@ worker. So all rows of a worker's copy always belong to the same version of the 
 whole table had been sent. But the size of a message does not depend on the size of the table. This
 method needs an optimizer that changes only the rows that have a gradient (`check_row_wise`).
 
-The number of rows differs from step to step, so the size of these messages is not fixed, but it has
-an upper limit. So these messages always use a socket, even where messages of whole tensors use
-shared memory.
+The number of rows differs from step to step. So the size of these messages is not fixed; it only
+has an upper limit. Therefore these messages always use a socket, even where messages of whole
+tensors use shared memory.
 """
 
 from __future__ import annotations
