@@ -195,7 +195,7 @@ def _played(c: Check, name: str) -> None:
         f"by the formulae of section 1, the chosen strategy achieves at least {ENOUGH:.0%} of the "
         "rate of the best strategy",
         f"by the formulae of section 1, {strategy} achieves {share:.0%} of the rate of the best "
-        f"strategy, but it must achieve at least {ENOUGH:.0%} (measured: {seen:.0%})",
+        f"strategy, but it must achieve at least {ENOUGH:.0%} (measured in the runs: {seen:.0%})",
         "predict the rates of all four strategies from the same three numbers, and compare these "
         "rates before you choose",
     )

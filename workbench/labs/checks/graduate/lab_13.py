@@ -243,7 +243,7 @@ def used(c: Check) -> None:
     machine = c.value("machine")
     c.need(
         isinstance(machine, dict) and "peak" in machine,
-        "The notebook has no measured peak.",
+        "The notebook has no measured peak of the FLOPs per second.",
         "solve exercise 13.2. Then run the cells below exercise 13.2, down to the cell with "
         "`%pull machine`",
     )
@@ -431,7 +431,7 @@ def slowest(c: Check) -> None:
         bool(np.isclose(*pairs[3])),
         f"With one repeat, `interval` returned {pairs[3][0]:.4g} to {pairs[3][1]:.4g}, but the "
         "quantiles of a single mean are equal.",
-        "draw as often as the argument `repeats` says",
+        "compute exactly as many means as the argument `repeats` says",
     )
     c.expect(True, "`interval` returns the 90 % interval of the mean", "")
     two, many = c.run("two"), c.run("many")
