@@ -249,7 +249,7 @@ class Check:
             self.wrong(
                 f"There is no run named {name!r}.",
                 f"run all cells from the first cell to exercise {self.number}, in order: one of "
-                f"them trains this run with --name {name}",
+                f"them must train this run with --name {name}",
             )
         if found.state != "finished":
             self.wrong(

@@ -128,7 +128,7 @@ def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
     wrong = any(not finding.right for finding in looking.findings)
     if ended is not None and ended.error and not ended.unread and wrong:
         words = f"The cell of exercise {asked.number} raised {ended.error} when it was last run."
-        hint = "the lines after the error were not run, so these lines have not set their variables"
+        hint = "correct the line that raised the error: the lines after it have not been run"
         looking.findings.append(Finding(False, words, hint))
 
 

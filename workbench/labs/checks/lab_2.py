@@ -103,8 +103,8 @@ def ring(c: Check) -> None:
     c.expect(
         not off,
         "no worker sends more than one chunk in a round",
-        f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes, which "
-        "is more than one chunk in each round",
+        f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes in all "
+        "rounds together. This is more than one chunk in each round",
         "each message must be one chunk of the tensor, not the whole tensor. The reduce-scatter "
         "and the all-gather must have N-1 rounds each",
     )
