@@ -353,8 +353,8 @@ def store(c: Check) -> None:
         .replace("{start!r}", repr(start))
         .replace("{fill}", repr(_FILL)),
         limit_s=LIMIT_S,
-        hint="all workers call `push` and `pull` in the same order, a value may be a matrix, and "
-        "only worker 0 has the values",
+        hint="all workers call `push` and `pull` in the same order. A tensor in `values` may be a "
+        "matrix. Only worker 0 keeps copies of these tensors",
     )
     truth = [np.array(values) for _, values in start.values()]
     pulled = [[[np.asarray(one, dtype=float) for one in pair] for pair in w[0]] for w in found]
