@@ -322,7 +322,7 @@ def add_lab_commands(commands: Any) -> None:
     labs.add_argument(
         "--solved-to",
         type=Path,
-        help="folder of the instructors' notebooks (default: the source's folder)",
+        help="folder of the instructors' notebooks (default: the folder of each lab_N.md)",
     )
     labs.add_argument(
         "--run",

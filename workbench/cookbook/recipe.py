@@ -119,7 +119,7 @@ class Recipe:
                     f"parameter of recipe {self.name or self.origin}",
                     name,
                     self.parameters,
-                    "the parameters are the arguments with a default value",
+                    "only arguments with a default value are parameters of a recipe",
                 )
             if not is_plain(value):
                 raise PlanError(

@@ -399,7 +399,7 @@ def iommu(
     """Check for an IOMMU between the GPUs, which can corrupt their copies."""
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
-        return "ok", "none" if not on else "on; with one GPU nothing is copied between GPUs", ""
+        return "ok", "none" if not on else "on, but no two GPUs that copy to each other", ""
     return "warn", "on: copies between this machine's GPUs can be wrong", (
         "if the check of copies between GPUs fails, turn off ACS or the IOMMU, or "
         "export NCCL_P2P_DISABLE=1"
@@ -454,7 +454,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("surroundings", "what is installed, and what the driver reports", 45, True, 30, ()),
     Stage("devices", "each device gives the same results as the CPU", 45, True, 30, ("torch",)),
     Stage("group", "two processes do an all-reduce, without Workbench", 45, True, 30, ("torch",)),
-    Stage("collectives", "collectives in cells, of tensors on the CPU and on devices", 60, True),
+    Stage("collectives", "cells run collectives with tensors on the CPU and on devices", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
     Stage("telemetry", "the measurements show the injected delays", 60, module=TRIALS_MODULE),

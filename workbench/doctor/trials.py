@@ -271,7 +271,7 @@ def refusals(child: Child) -> None:
         "an invalid value of devices": lambda: Cluster(1, devices="fast ones"),
     }
     if device == "cpu" and not gpus:
-        asks["GPUs on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
+        asks["a GPU on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
     for what, ask in asks.items():
         id = f"refusals.{what.replace(' ', '_')}"
         began = time.perf_counter()

@@ -595,7 +595,8 @@ def read_job(folder: Path) -> JobFolder:
         )
     if kind != FORMAT:
         raise PlanError(
-            "This version of Workbench cannot read the job folder, which a newer version wrote.",
+            "A newer version of Workbench wrote this job folder. The installed version cannot "
+            "read it.",
             seen=kind[:60],
             allowed=FORMAT,
             next_step="run pip install -U distributed-workbench, or install the wheel file "

@@ -551,7 +551,7 @@ class Conductor:
                 case "interrupt":
                     run.interrupt()
         except WorkbenchError as error:
-            run.note(f"An order could not be carried out: {error}")
+            run.note(f"A command to this run (such as pause or stop) failed: {error}")
         except events.InvalidTransitionError:
             pass  # it came too late
 

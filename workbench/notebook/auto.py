@@ -60,7 +60,7 @@ def chooses(request: RunRequest) -> bool:
     besides += [f"several values of {FLAGS[axis.field].long}" for axis in request.several]
     if chosen and (len(request.strategies) > 1 or besides):
         raise PlanError(
-            "The strategy `auto` chooses one strategy and trains one run, so it does not work with "
+            "The strategy `auto` chooses one strategy and starts one run, so it does not work with "
             "these flags."
             if besides
             else "The strategy `auto` chooses among all strategies, so no other strategy can be "

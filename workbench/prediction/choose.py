@@ -497,7 +497,7 @@ def _too_fast(rows: Sequence[Row], best: Row | None) -> list[str]:
     return [
         f"{name} was more than {workers} times as fast as {BASELINE}, with only {workers} workers. "
         "Usually this means that another program used the machine during the short run of "
-        f"{BASELINE}. To be sure, let Workbench choose again."
+        f"{BASELINE}. To be sure, run this cell again."
     ]
 
 

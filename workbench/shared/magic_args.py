@@ -161,7 +161,7 @@ def cluster_parser() -> argparse.ArgumentParser:
     add(
         "--idle-timeout",
         metavar="T",
-        help="start: idle time after which the cluster ends: for example `30m`, or `never`",
+        help="start: the cluster ends after this time without work, for example `30m`; or `never`",
     )
     add(
         "--take",

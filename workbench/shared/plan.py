@@ -270,8 +270,8 @@ def plan_of(
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="one value; several values are possible only in a %%distributed line without "
-            "--to-job, or in wb.sweep(...)",
+            allowed="one value for each flag (several values: only in wb.sweep(...), or in a "
+            "%%distributed line without --to-job)",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:

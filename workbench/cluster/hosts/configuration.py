@@ -448,7 +448,7 @@ def _word(one: Given) -> str:
             "The name of the partition or account is not valid.",
             seen=one.shown,
             allowed="letters, digits and _; after the first character also - . , + @ : / =",
-            next_step="`sinfo` lists partitions; `sacctmgr show user $USER` lists accounts",
+            next_step="`sinfo` lists partitions; `sacctmgr show assoc user=$USER` lists accounts",
             code="WB-PLAN-181",
         )
     return text

@@ -510,7 +510,10 @@ def _seeds(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
     listed = "; ".join(
         f"{name} {', '.join(map(str, sorted(seeds)))}" for name, seeds in known.items()
     )
-    return [f"The seeds differ, so the runs began with different weights: {listed}."]
+    return [
+        "The strategies were not trained with the same seeds, so their runs can begin with "
+        f"different weights: {listed}."
+    ]
 
 
 def _devices(runs: Sequence[RunSummary]) -> list[str]:

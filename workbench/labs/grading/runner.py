@@ -296,7 +296,9 @@ class Grading:
         mine = [item.exercise] if item.kind == "check" else []
         suspects = [n for n in [*mine, *reversed(self._ran)] if n not in self._left_out]
         if not suspects:
-            raise _Enough(f"the lab's cell {item.place} failed before any answer had run: {why}")
+            raise _Enough(
+                f"the lab's cell {item.place} failed before the first exercise's cell ran: {why}"
+            )
         if item.kind == "step":
             why = f"the lab's cell {item.place}, which runs after the exercise, failed: {why}"
         self._stop(suspects[0], why)

@@ -17,8 +17,7 @@ gradients, so the server clips the sum and then takes the optimizer's step. The 
 exists only once. The learning rate, the momentum and the other settings come from the user's
 optimizer and scheduler on worker 0.
 
-In each step a worker sends as many bytes as the gradient has, and receives as many as the
-parameters have. For embedding tables with sparse gradients it sends and receives only the needed
+In each step a worker sends the whole gradient and receives all parameters. For embedding tables with sparse gradients it sends and receives only the needed
 rows (`servers/rows.py`). All these bytes pass through one host, which limits the speed of this
 strategy.
 

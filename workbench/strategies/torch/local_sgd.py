@@ -244,7 +244,7 @@ class LocalSGD(ParameterAveraging):
             ""
             if self.options["fraction"] == 1
             else "with `fraction` below 1, Workbench chooses the workers of each round at random "
-            "from all workers, so no worker may be missing"
+            "from all workers, so the set of workers must not change"
         )
 
     def have_met(self) -> None:
