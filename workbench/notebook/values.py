@@ -78,7 +78,7 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
             flags[word] = words.pop(0)
         elif word.startswith("-"):
             raise PlanError(
-                f"{word} needs a value." if word in known else "The flag is not valid.",
+                f"{word} needs a value." if word in known else f"The flag {word} does not exist.",
                 seen=line,
                 allowed=usage,
                 code="WB-PLAN-137",

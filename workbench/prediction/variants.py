@@ -141,8 +141,7 @@ def _computed(
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
-            "The change `overlap` needs a run of `mirrored`, because Workbench can predict this "
-            "change only for `mirrored`.",
+            "Workbench can predict the change `overlap` only for a run of `mirrored`.",
             seen=f"run {base.name}: {base.setting.entry.name}", allowed="a run of mirrored",
             code="WB-PLAN-303",
         )  # fmt: skip
@@ -200,8 +199,8 @@ def _without(
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(
-            "The stages of a pipeline do different work, so a slow worker cannot be recognised "
-            "by its times.",
+            "The stages of a pipeline do different work, so the workers' times do not show which "
+            "worker is slow.",
             seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-308",
         )  # fmt: skip
     if base.slow:
@@ -210,7 +209,7 @@ def _without(
     if worst is None:
         raise PlanError(
             "No worker is clearly slower than the others, so there is no straggler to remove.",
-            seen=f"run {run.name}", next_step="name the worker yourself: run.what_if(0)",
+            seen=f"run {run.name}", next_step="give the rank of a worker: run.what_if(0)",
             code="WB-PLAN-309",
         )  # fmt: skip
     marked = Probe(**{**vars(base), "slow": (worst,)})

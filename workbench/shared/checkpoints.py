@@ -143,7 +143,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
         seen=f"{path}; these subfolders contain checkpoints: {', '.join(below[:20])}"
         if below
         else str(whole),
-        allowed="a folder that was given to --checkpoint, or a folder step-N in it",
+        allowed="a folder that was given to --checkpoint, or one of its subfolders step-N",
         next_step=f"continue one of the runs: wb.resume({os.path.join(path, below[0])!r})"
         if below
         else None,

@@ -220,7 +220,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         "--listen",
         dest="listen",
         metavar="WHERE",
-        help="address of the notebook's machine to which engines on other hosts connect: an IP "
+        help="engines on other hosts connect to this address of the notebook's machine: an IP "
         "address, an interface, a network such as 10.0.0.0/8, or a host name",
     )
     add("--ports", metavar="A-B", help="range of ports to listen on")

@@ -74,7 +74,7 @@ class RunRequest(RunSettings):
         "strategy",
         (),
         help="one strategy, or several strategies separated by commas",
-        without="no strategy: the cell only runs on every engine",
+        without="no strategy: the cell simply runs on every engine",
         example="%%distributed one_device,mirrored",
     )
     workers: int | None = _said(
@@ -135,7 +135,7 @@ class RunRequest(RunSettings):
         argument="steps",
         read=number("--steps"),
         several=True,
-        help="overrides the cell's number of steps or epochs: N optimizer steps",
+        help="train for N steps; overrides the cell's number of steps or epochs",
         without="the argument of `wb.fit`",
         example="%%distributed mirrored --steps 200",
     )
@@ -158,7 +158,8 @@ class RunRequest(RunSettings):
         argument="batch_per_worker",
         read=number("--batch-per-worker"),
         several=True,
-        help="overrides the global batch size: N samples for each worker (weak scaling)",
+        help="each worker's share of a batch: N samples (weak scaling); overrides the global "
+        "batch size",
         without="the global batch stays the same for any number of workers (strong scaling)",
         example="%%distributed mirrored -n 1,2,4 --batch-per-worker 64",
     )
@@ -187,7 +188,7 @@ class RunRequest(RunSettings):
         "--recipe",
         metavar="NAME",
         help="what to train: the cell of an earlier run, a @wb.recipe, or a built-in recipe",
-        without="the cell, or with %distributed the last cell",
+        without="the cell; with `%distributed`, the cell that was trained last",
         example="%distributed sharded --recipe base",
     )
     parameters: dict[str, Any] = _said(  # noqa: RUF009
