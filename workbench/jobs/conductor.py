@@ -518,7 +518,7 @@ class Conductor:
         try:
             lines.pump()
         except (OSError, ValueError) as error:  # the reader has ended; the run continues
-            self.run.note(f"The job's output no longer contains the run's data: {error}")
+            self.run.note(f"Workbench can no longer print the records to the job's output: {error}")
             return False
         return True
 
