@@ -329,7 +329,7 @@ class Engines:
         """Let the next restart ask for other hosts if the cluster has no host left."""
         hosted = self._ground.hosted
         if hosted is not None and hosted.is_over and not self._ground.broken:
-            self._ground.broken = "none of the cluster's hosts exists any more"
+            self._ground.broken = "the connections to all hosts of the cluster have ended"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:

@@ -251,7 +251,7 @@ def _no_class(name: str, why: str) -> PlanError:
         "The launcher's class cannot be imported.",
         seen=f"{name}: {why}",
         allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
-        next_step="check that the notebook can import this class, then start the cluster",
+        next_step="import the class in a cell; when the import works, start the cluster again",
         code="WB-PLAN-184",
     )
 
