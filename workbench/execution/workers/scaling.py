@@ -166,10 +166,11 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
     """Return the error if a worker to add already takes part, or is not a worker of the run."""
     return RunError(
         "The engine cannot join the run.",
-        seen=f"engine {engine} already trains"
+        seen=f"engine {engine} is already training"
         if engine in members
-        else f"engine {engine} is not one of the run's engines",
-        allowed=f"an engine of this run that does not train now (engines {list(members)} train)",
+        else f"engine {engine} is not an engine of this run, or is already joining or leaving, or "
+        "has finished",
+        allowed=f"an engine of this run that died or left (engines {list(members)} train)",
         code="WB-RUN-142",
     )
 
