@@ -488,7 +488,8 @@ def batch_length(data: Any) -> int:
     raise FitError(
         "A batch must contain a tensor with the samples as its first dimension.",
         seen=type(data).__name__,
-        next_step="let the data set or its collate_fn return tensors with one row for each sample",
+        next_step="make the data set or the loader's collate_fn return tensors with one row for "
+        "each sample",
         code="WB-FIT-045",
     )
 
