@@ -58,8 +58,8 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
     if best.high < 1:
         return f"{head}: the best run, {gives}. {reason}".rstrip(), False
     doubt = (
-        "The difference is smaller than the variation between steps. More steps or seeds may show "
-        "a gain."
+        "This difference is smaller than the variation between the steps. More steps or seeds may "
+        "show a gain."
     )
     return f"{head}: the best run, {gives}. {doubt} {reason}".rstrip(), False
 
