@@ -295,7 +295,10 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = f"copy {name} into arrays or lists in a %%distributed cell, then %pull these arrays"
+    parts = (
+        f"put the contents of {name} into arrays or lists in a %%distributed cell, then %pull "
+        "these arrays or lists"
+    )
     if parcel.parts:
         parts = f"run `parts = {parcel.parts}` in a %%distributed cell, then %pull parts"
     if unread.lacks and unread.module == "__main__":
