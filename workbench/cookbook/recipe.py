@@ -194,8 +194,9 @@ class Recipe:
                 "The function uses variables of its enclosing function. These variables do not "
                 "exist on the engines.",
                 seen=", ".join(sorted(free)),
-                next_step="pass the variables as arguments of the function: with default values "
-                "if it is a recipe, otherwise with cluster.run(function, args=(...))",
+                next_step="make these variables arguments of the function; in a recipe, give each "
+                "argument a default value; otherwise, pass the values with "
+                "cluster.run(function, args=(...))",
                 code="WB-PLAN-036",
             )
         return Recipe(source=undecorated(source), origin=name, function=name, args=args)

@@ -418,7 +418,7 @@ def _split(name: object) -> str:
         return str(name)
     guess = nearest(str(name), SPLITS)
     raise DataError(
-        "The data set does not have this split.",
+        "The data set has no split with this name.",
         seen=name,
         allowed=" or ".join(map(repr, SPLITS)),
         next_step=f"did you mean {guess!r}?" if guess else None,

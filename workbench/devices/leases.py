@@ -111,7 +111,7 @@ class Leases:
                     f"{lease.sharers} workers cannot share {lease.label}: its compute mode is "
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
-                    allowed=f"one worker for each GPU: at most {gpus}",
+                    allowed=f"at most -n {gpus}, so that each worker has its own GPU",
                     next_step=f"use -n {gpus} or --devices cpu; an administrator can allow "
                     "sharing: nvidia-smi -c 0",
                     code="WB-PLAN-161",
@@ -232,7 +232,7 @@ def choose(
             f"--devices {devices} requires GPUs, but no GPU can be used.",
             seen=devices,
             allowed="GPUs that the driver reports"
-            + " and CUDA_VISIBLE_DEVICES contains" * ("CUDA_VISIBLE_DEVICES" in os.environ)
+            + " and that CUDA_VISIBLE_DEVICES contains" * ("CUDA_VISIBLE_DEVICES" in os.environ)
             + _limit(),
             next_step=" ".join(found.notes or ["Run nvidia-smi to see what the driver finds."])
             + " Or train on the CPU with --devices cpu.",
@@ -521,7 +521,8 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
-            allowed="only these GPUs: an engine cannot change the GPUs that it has used"
+            allowed="only the GPUs that the engines have already used, because an engine cannot "
+            "change its GPUs"
             if bound
             else None,
             next_step="run %cluster restart to use other GPUs; all variables will be lost",

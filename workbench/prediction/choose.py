@@ -450,8 +450,6 @@ def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
     if winner is None:
         return "No strategy remains."
     name, rate = winner.candidate.name, winner.samples_per_s[0]
-    if winner.known == "bounded":
-        return f"Only {name} can be used for this training, and its speed is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
     words += f": {_rate(rate)} samples/s ({winner.known})"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)

@@ -311,7 +311,7 @@ def _launch(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
-        allowed = "1024 to 65535, or 0 for any free port"
+        allowed = "1 to 65535, or 0 for any free port"
         raise PlanError(
             "--port must be a port number.", seen=text, allowed=allowed, code="WB-PLAN-027"
         )

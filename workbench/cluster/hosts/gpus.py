@@ -249,7 +249,8 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         return ClusterError(
             f"--devices asks for GPUs, but Workbench cannot use any GPU on {host.name}.",
             seen=error.seen,
-            allowed="hosts with GPUs that the driver reports and CUDA_VISIBLE_DEVICES contains",
+            allowed="GPUs on every host: the driver must report them, and CUDA_VISIBLE_DEVICES, "
+            "if it is set, must contain them",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
@@ -258,8 +259,8 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
     return PlanError(
         "--devices contains a GPU twice."
         if twice
-        else f"Workbench cannot use a GPU with this number on {host.name}. Every host uses the "
-        "GPUs with the numbers in --devices.",
+        else f"On {host.name}, Workbench cannot use a GPU with this number. The numbers in "
+        "--devices apply to every host.",
         seen=error.seen,
         allowed=f"{error.allowed} (on {host.name})",
         next_step=f"{step}, or remove --devices, so that Workbench chooses the GPUs",

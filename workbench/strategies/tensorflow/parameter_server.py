@@ -162,8 +162,8 @@ class ParameterServer(Strategy):
             for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
         )
         text = (
-            f"{where.capitalize()}. TensorFlow's servers listen on every network interface until "
-            "the run ends."
+            f"{where.capitalize()}. On each of these engines, TensorFlow starts a gRPC server, "
+            "which listens on every network interface until the run ends."
         )
         context.emit(events.Noted(rank=0, text=text))
 
@@ -217,7 +217,7 @@ class ParameterServer(Strategy):
         """Build the model and the optimizer on the servers if they are not built yet."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
-        assert self.closures is not None, "the cell is still running"
+        assert self.closures is not None, "prepare must be called before the cell ends"
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
         initialise(self.context, job.model)

@@ -122,7 +122,7 @@ class Rounds(Policy):
         if holder.clip_norm is None and not holder.agrees:
             self._step()
         elif holder.servers == 1:
-            assert holder.clip_norm is not None, "one server does not have to agree with others"
+            assert holder.clip_norm is not None, "one server that does not clip must step at once"
             norm = holder.norm(self._present(gradients))
             self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
         elif (factor := self._arrived[self._ranks[0]].get("factor")) is not None:

@@ -94,7 +94,7 @@ class Gossip(ParameterAveraging):
         """Begin with rank 0's model everywhere."""
         super().prepare(job)
         if not self._same_clock:
-            why = "the workers are on hosts with different clocks"
+            why = "the workers are on different hosts, whose clocks cannot be compared"
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
     def meets(self, done: int) -> bool:

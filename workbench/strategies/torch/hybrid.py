@@ -276,8 +276,8 @@ class Hybrid(ModelSplit):
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "the model computes the loss itself, so all microbatches must have the same size; this "
-            "is not possible if a pipeline is missing"
+            "the model computes the loss itself, so all microbatches must have the same size; with "
+            "fewer pipelines, some microbatches would have another size"
         )
 
     def leave_group(self) -> None:

@@ -490,9 +490,9 @@ class ModelSplit(Strategy):
                 raise FitError(
                     f"Worker {rank} could not build its stages.",
                     seen=text.splitlines()[0],
-                    next_step="correct the cause of this error; if its memory was full, use more "
-                    "workers, or give this worker fewer layers with -o split_at=NAME,NAME (each "
-                    "named layer begins a new stage)",
+                    next_step="correct the cause of this error. If the worker's memory was full, "
+                    "use more workers, or give this worker fewer layers with -o split_at=NAME,NAME: "
+                    "each named layer begins a new stage",
                     code="WB-FIT-120",
                 )
 
@@ -610,7 +610,7 @@ class ModelSplit(Strategy):
 
     def _describe(self, decided: Cut) -> None:
         if not self._clocks_agree():
-            why = "the workers' clocks cannot be compared, so bubble_s contains the sync wait too"
+            why = "the workers' clocks cannot be compared, so bubble_s also contains the sync wait"
             self.context.emit(events.Unmeasured(columns={"sync_wait_s": why}))
         if self.rank:
             return
@@ -624,5 +624,5 @@ class ModelSplit(Strategy):
 
     @property
     def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None, "the model must be cut first"
+        assert self.pipeline is not None, "the model is not cut into stages yet"
         return self.pipeline

@@ -245,8 +245,8 @@ def _draw_layers(module: torch.nn.Module, path: str) -> None:
 
 def _undrawn(what: str) -> FitError:
     return FitError(
-        "The model is on device `meta`, where tensors have no memory. A part of the model cannot "
-        "create initial weights.",
+        "The model is on device `meta`, where tensors have no memory. Workbench must create the "
+        "initial weights, but cannot do this for one part of the model.",
         seen=f"{what} has no reset_parameters() that sets all its parameters",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
         next_step="pass a function that builds the model without device `meta`: "
@@ -547,7 +547,7 @@ class Traffic:
         if not self.timed:
             why = (
                 f"on {trainer.device.type}, FSDP's collectives run in parallel with the "
-                "computation, so their times do not show how long a worker waits"
+                "computation, so the time of a collective does not show how long a worker waits"
             )
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:

@@ -160,7 +160,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
                 seen=pattern,
                 allowed=", ".join(layers)
                 or ("no layer, because the model has no Linear or Embedding layer"),
-                next_step="use the names above (* matches any text), or -o plan=auto"
+                next_step="use the allowed names (* matches any text), or -o plan=auto"
                 if layers
                 else "use the strategy `mirrored` or `sharded`",
                 code="WB-FIT-153",
@@ -364,7 +364,7 @@ class TensorParallel(Partitioned):
         other = self._same.other(step, tensors_of(share.data), about="tensor parallel")
         if other is not None:
             raise FitError(
-                "The workers read different batches, but they compute every layer together.",
+                "The workers must read the same batch, because they compute every layer together.",
                 seen=f"step {step}: the batches of rank {self.rank} and of rank {other} differ",
                 allowed="the same batch on every worker",
                 next_step="use the same random seeds on all ranks; on every rank, the data set "
@@ -392,13 +392,12 @@ class TensorParallel(Partitioned):
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
                 text = (
-                    "The names of some layers suggest that they form pairs: the second layer "
-                    "of a pair can use the divided output of the first. At least one worker's "
-                    "device does not have enough free memory to test this. "
-                )
-                text += (
-                    "So Workbench gathers the outputs of these layers. To avoid this, name the "
-                    "layers of a pair: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
+                    "The names of some layers suggest that these layers form pairs. In a pair, the "
+                    "second layer can use the divided output of the first layer. Workbench could "
+                    "not test the pairs, because the device of at least one worker does not have "
+                    "enough free memory. So Workbench gathers the outputs of these layers. If the "
+                    "layers form pairs, name them, and Workbench does not gather: "
+                    "`-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

@@ -139,11 +139,12 @@ def cut(
             fits, rest = divmod(len(layers), stages // workers)
             more = "" if rest else f"use -n {fits} (with hybrid: -o stages={fits}), or "
             raise FitError(
-                "The list of stages must contain one module for each stage.",
+                "If the model is a list of modules, the list must contain one module for each stage.",
                 seen=f"{len(layers)} modules",
                 allowed=f"{stages} module{'s' * (stages > 1)} for {workers} "
                 f"worker{'s' * (workers > 1)}",
-                next_step=f"{more}join modules with nn.Sequential until their number is {stages}",
+                next_step=f"{more}join modules with nn.Sequential, so that the list has {stages} "
+                f"module{'s' * (stages > 1)}",
                 code="WB-FIT-135",
             )
         bounds = list(range(stages + 1))
