@@ -272,7 +272,7 @@ def refusals(child: Child) -> None:
         "an invalid value of devices": lambda: Cluster(1, devices="fast ones"),
     }
     if device == "cpu" and not gpus:
-        asks["a GPU on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
+        asks["GPUs on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
     for what, ask in asks.items():
         id, what = f"refusals.{what.replace(' ', '_')}", f"Workbench refuses {what}"
         began = time.perf_counter()
