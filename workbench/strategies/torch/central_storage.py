@@ -17,9 +17,9 @@ gradients, so the server clips the sum and then takes the optimizer's step. The 
 exists only once. The learning rate, the momentum and the other settings come from the user's
 optimizer and scheduler on worker 0.
 
-In each step a worker sends the whole gradient and receives all parameters. For embedding tables with sparse gradients it sends and receives only the needed
-rows (`servers/rows.py`). All these bytes pass through one host, which limits the speed of this
-strategy.
+In each step a worker sends the whole gradient and receives all parameters. For embedding tables
+with sparse gradients it sends and receives only the needed rows (`servers/rows.py`). All these
+bytes pass through one host, which limits the speed of this strategy.
 
 The sync wait of worker r is the time from when its gradient is ready until all gradients are ready.
 The server's work (sum, clip, step) and the messages in both directions count as transfer. The

@@ -491,8 +491,8 @@ class ModelSplit(Strategy):
                     f"Worker {rank} could not build its stages.",
                     seen=text.splitlines()[0],
                     next_step="correct the cause of this error. If the worker's memory was full, "
-                    "use more workers, or give this worker fewer layers with -o split_at=NAME,NAME: "
-                    "each named layer begins a new stage",
+                    "use more workers, or give this worker fewer layers with -o split_at=NAME,NAME "
+                    "(each named layer begins a new stage)",
                     code="WB-FIT-120",
                 )
 

@@ -198,8 +198,8 @@ def check_compiled(model: Any, distribution: Any) -> None:
     made = getattr(model.optimizer, "_distribution_strategy", distribution)
     if made is not distribution:
         raise FitError(
-            "The optimizer was made outside the scope of this run's strategy, so this run cannot use "
-            "it.",
+            "The optimizer was made outside the scope of this run's strategy, so this run cannot "
+            "use it.",
             seen=f"an optimizer made {under(made)}",
             allowed=f"an optimizer made in the scope of this run's {type(distribution).__name__}",
             next_step="make the optimizer in the cell that trains, because that cell runs in the "

@@ -323,8 +323,8 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
             )
     if made._distribution_strategy is not distribution:
         raise FitError(
-            "The optimizer was made outside the scope of this run's strategy, so this run cannot use "
-            "it.",
+            "The optimizer was made outside the scope of this run's strategy, so this run cannot "
+            "use it.",
             seen=f"an optimizer made {under(made._distribution_strategy)}",
             allowed=f"an optimizer made in the scope of this run's {type(distribution).__name__}",
             next_step="make the optimizer in the cell that trains, because that cell runs in the "

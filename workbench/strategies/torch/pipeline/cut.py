@@ -139,7 +139,8 @@ def cut(
             fits, rest = divmod(len(layers), stages // workers)
             more = "" if rest else f"use -n {fits} (with hybrid: -o stages={fits}), or "
             raise FitError(
-                "If the model is a list of modules, the list must contain one module for each stage.",
+                "If the model is a list of modules, the list must contain one module for each "
+                "stage.",
                 seen=f"{len(layers)} modules",
                 allowed=f"{stages} module{'s' * (stages > 1)} for {workers} "
                 f"worker{'s' * (workers > 1)}",
