@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("workbench-demo"), help="folder for the results"
     )
     commands.add_parser(
-        "lab", help="open JupyterLab with the notebooks; JupyterLab gets all other arguments"
+        "lab", help="open JupyterLab with the notebooks; arguments after `lab` go to JupyterLab"
     )
     add_cluster_commands(commands)
     add_lab_commands(commands)

@@ -161,8 +161,8 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         phases.append(
             Phase(
                 "Unfold",
-                f"Each worker with rank {p} or higher receives the sum from the worker to which "
-                "it sent its tensor.",
+                f"Each worker with rank {p} or higher sent its tensor to another worker. This "
+                "other worker now sends the sum back.",
                 arrows=arrows,
                 formula=unit,
             )

@@ -594,8 +594,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
-                help="cuts each variable into parts, and divides the parts among the servers (only "
-                "in your own training loop)",
+                help="only for your own training loop: cuts each variable into parts, and divides "
+                "the parts among the servers",
             ),
         ),
     ),

@@ -197,8 +197,8 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "A round has fewer steps (`every`) than fragments, but each fragment needs its own "
-            "step in the round.",
+            "Each fragment needs its own step in a round, but a round has fewer steps (`every`) "
+            "than there are fragments.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"use -o fragments={every}, or -o every={fragments}",

@@ -299,8 +299,8 @@ def tensor_parallel(layout: Layout) -> Parts:
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "For each pair of divided layers, every worker has only a partial sum of the gradient for "
-        "the pair's input. The workers add up these partial sums.",
+        "After the backward pass of a pair of divided layers, every worker has only a partial sum "
+        "of the gradient for the pair's input. The workers add up these partial sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (

@@ -470,7 +470,8 @@ class Engines:
         """
         if not self._ground.forks:
             raise ClusterError(
-                "This cluster cannot continue after the notebook's kernel has ended.",
+                "The engines of this cluster end together with the notebook's kernel, so they "
+                "cannot be kept.",
                 seen=self._ground.why_not, code="WB-CLUSTER-008",
                 allowed="engines forked on this machine (--launcher local, on Linux)",
                 next_step="remove --keep, and save the training with --checkpoint",
