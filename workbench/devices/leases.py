@@ -260,7 +260,7 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
                 + _limit(),
                 next_step=f"use {'each number only once' if twice else 'allowed numbers'}; or "
                 "remove --devices, so that Workbench chooses the GPUs",
-                code="WB-PLAN-024",
+                code="WB-PLAN-344" if twice else "WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
 

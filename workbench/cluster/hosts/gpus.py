@@ -254,15 +254,14 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
-    twice = str(error.seen) in (error.allowed or "").split(", ")
-    step = "give each number only once" if twice else "use numbers that are allowed on every host"
+    if error.code != "WB-PLAN-024":
+        return error
     return PlanError(
-        "--devices contains a GPU twice."
-        if twice
-        else f"On {host.name}, Workbench cannot use a GPU with this number. The numbers in "
-        "--devices apply to every host.",
+        f"On {host.name}, Workbench cannot use a GPU with this number. The numbers in --devices "
+        "apply to every host.",
         seen=error.seen,
         allowed=f"{error.allowed} (on {host.name})",
-        next_step=f"{step}, or remove --devices, so that Workbench chooses the GPUs",
+        next_step="use numbers that are allowed on every host, or remove --devices, so that "
+        "Workbench chooses the GPUs",
         code="WB-PLAN-187",
     )

@@ -152,7 +152,14 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
 
 
 def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
-    """Return the error for a request that all workers leave."""
+    """Return the error for a request that all workers leave, or only engines that are none."""
+    if not set(engines) & set(members):
+        return RunError(
+            "None of these engines is a worker of the run.",
+            seen=f"engines {list(engines)}",
+            allowed=f"the run's engines: {', '.join(map(str, members))}",
+            code="WB-RUN-152",
+        )
     return RunError(
         "At least one worker must stay in the run.",
         seen=f"engines {list(engines)} would leave; the run has engines {list(members)}",

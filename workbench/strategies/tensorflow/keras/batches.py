@@ -95,9 +95,10 @@ class Batches:
             return
         below, above = size - size % replicas, size + replicas - size % replicas
         raise FitError(
-            "The replicas would get shares of different sizes, which would change the training.",
+            "The batch size must be a multiple of the number of replicas. Otherwise the replicas "
+            "get shares of different sizes, which changes the training.",
             seen=f"a batch of {size} samples for {replicas} replicas",
-            allowed=f"a multiple of {replicas}",
+            allowed=f"a batch size that is a multiple of {replicas}",
             next_step="use " + " or ".join(self._words(near) for near in (above, below) if near),
             code="WB-FIT-073",
         )
