@@ -472,7 +472,7 @@ STAGES: tuple[Stage, ...] = (
         75,
         module=TRIALS_MODULE,
     ),
-    Stage("labs", "cells of the first labs", 90, module=TRIALS_MODULE),
+    Stage("labs", "cells of labs 1 and 2", 90, module=TRIALS_MODULE),
 )
 
 
