@@ -212,7 +212,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         default=[],
         dest="launcher_options",
         metavar="KEY=VALUE",
-        help="an option of sbatch, ssh or mpiexec; or python=..., the Python interpreter on the "
+        help="an option of sbatch, ssh or mpiexec; python=... sets the Python interpreter on the "
         "hosts",
     )
     add(
@@ -223,7 +223,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         help="engines on other hosts connect to this address of the notebook's machine: an IP "
         "address, an interface, a network such as 10.0.0.0/8, or a host name",
     )
-    add("--ports", metavar="A-B", help="range of ports to listen on")
+    add("--ports", metavar="A-B", help="Workbench listens only on ports of this range")
     add(
         "--start-timeout",
         metavar="T",

@@ -281,7 +281,7 @@ class RunRequest(RunSettings):
         False,
         trains=True,
         help="with --to-job: write a script that does not need Workbench",
-        without="the script uses Workbench, which records the job",
+        without="the script needs Workbench, which records the run",
         example="%%distributed mirrored -n 2 --to-job job --plain",
     )
 

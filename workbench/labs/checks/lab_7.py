@@ -1,4 +1,4 @@
-"""Lab 7: the same in TensorFlow."""
+"""Lab 7: the same strategies in TensorFlow."""
 
 from __future__ import annotations
 
