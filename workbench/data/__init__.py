@@ -1,7 +1,8 @@
 """Small data sets for lessons and tests; nothing is downloaded.
 
-Importing this module loads no framework. The functions that are named after a data set return it as a
-PyTorch data set, or with `arrays=True` (and always in a TensorFlow run) as a tuple `(x, y)` of NumPy arrays.
+Importing this module loads no framework. The functions that are named after a data
+set return it as a PyTorch data set, or with `arrays=True` (and always in a TensorFlow run) as a
+tuple `(x, y)` of NumPy arrays.
 
     generated   how are the samples computed that no file holds
     torch_sets  the same data as PyTorch data sets
