@@ -248,19 +248,25 @@ def choose(
 def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ...]:
     known = {gpu.index: gpu for gpu in gpus}
     for position, index in enumerate(wanted):
-        if index not in known or index in wanted[:position]:
-            twice, visible = index in known, os.environ.get("CUDA_VISIBLE_DEVICES")
+        if index not in known:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise PlanError(
-                "--devices contains the same GPU twice."
-                if twice
-                else "--devices contains a GPU that this notebook cannot use.",
+                "--devices contains a GPU that this notebook cannot use.",
                 seen=index,
                 allowed=", ".join(map(str, known))
                 + (f" (positions in CUDA_VISIBLE_DEVICES={visible})" if visible else "")
                 + _limit(),
-                next_step=f"use {'each number only once' if twice else 'allowed numbers'}; or "
-                "remove --devices, so that Workbench chooses the GPUs",
-                code="WB-PLAN-344" if twice else "WB-PLAN-024",
+                next_step="use allowed numbers; or remove --devices, so that Workbench chooses the "
+                "GPUs",
+                code="WB-PLAN-024",
+            )
+        if index in wanted[:position]:
+            raise PlanError(
+                "--devices contains the same GPU twice.",
+                seen=",".join(map(str, wanted)),
+                next_step="use each number only once; or remove --devices, so that Workbench "
+                "chooses the GPUs",
+                code="WB-PLAN-344",
             )
     return tuple(known[index] for index in wanted)
 
