@@ -33,14 +33,16 @@ several machines ([never run](never-run.md)).
 
 ## Loops of your own in PyTorch
 
-`wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. Gradients are
-averaged at the end of each backward pass. So you can compute the loss in any way: with `model(x)`,
-with a method (`model.training_step(batch)`) or with parts of the model. The loss can contain a
+`wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. So you can
+compute the loss in any way: with `model(x)`, with a method (`model.training_step(batch)`) or with
+parts of the model. Because there is no wrapper, use `model` where code for DistributedDataParallel
+uses `model.module`.
+
+Under `mirrored`, gradients are averaged at the end of each backward pass. The loss can contain a
 gradient penalty (`torch.autograd.grad`). During the loop you can freeze, unfreeze and add layers,
 and replace the optimizer. Make each such change at the same step on every rank. In a block with
 `model.no_sync()`, each worker adds up its own gradients without averaging, as in
-DistributedDataParallel. Because there is no wrapper, use `model` where code for
-DistributedDataParallel uses `model.module`.
+DistributedDataParallel. The section of each other strategy says what its workers exchange.
 
 If a loop trains several models, call `wb.prepare` for each pair of model and optimizer. Pass the
 loader with the first pair:
@@ -52,13 +54,13 @@ netD, optD = wb.prepare(netD, optD)
 
 For each of these models, the gradients are averaged over the workers. Workbench also checks that
 all workers have [equal copies](metrics.md#equal-copies) of the models. For Workbench, a step ends
-when the first pair's `optimizer.step()` has ended. If the loop updates another model after this,
+when the first pair's `optimizer.step()` has ended. If the loop then updates another model,
 Workbench counts the time of this update in the next step, as `other`
-(one of the [parts of a step](metrics.md#the-parts-of-a-step)). To avoid this, call `wb.prepare`
-first for the pair whose `optimizer.step()` comes last in each iteration. Only the strategies
-`one_device` and `mirrored` accept several pairs. The run's final weights are the weights of the
-first model. If you save checkpoints, pass the other models and their optimizers to the first
-`wb.prepare`: `keep=[netD, optD]`.
+(one of the [parts of a step](metrics.md#the-parts-of-a-step)). To avoid this, find the pair whose
+`optimizer.step()` comes last in each iteration, and pass this pair to the first `wb.prepare` of the
+cell. Only the strategies `one_device` and `mirrored` accept several pairs. The run's final weights
+are the weights of the first model. If you save checkpoints, pass the other models and their
+optimizers to the first `wb.prepare`: `keep=[netD, optD]`.
 
 If an optimizer updates parameters of a model that you did not pass to `wb.prepare`, the gradients
 of these parameters are not averaged. A warning shows the shapes of these parameters.
