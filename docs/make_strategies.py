@@ -31,6 +31,10 @@ All strategies except `tpu` are tested on the CPUs of one machine. For `tpu`, te
 errors that appear if there is no TPU. Nothing on this page was ever run on a GPU, on a TPU or on
 several machines ([never run](never-run.md)).
 
+Some sections say that the result is the same as on one device. BatchNorm and dropout are
+exceptions: with these layers the result can depend on the number of workers
+([reasons](choosing.md#which-strategies-can-win)).
+
 ## Loops of your own in PyTorch
 
 `wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. So you can
@@ -202,7 +206,9 @@ def facts(entry) -> str:
         named = [f"`{name}={value}`" for name, value in entry.exact_with]
         if entry.sync_option:
             named.append(f"`{entry.sync_option}=true`")
-        given = ", ".join(named) + " and the optimizer SGD" * entry.linear_only
+        given = ", ".join(named)
+        if entry.linear_only:
+            given += ", the optimizer SGD and the defaults of the other options"
         lines.append(
             f"- with {given}, the result of several workers is the same as on one device, except "
             "for rounding errors"

@@ -107,8 +107,8 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
-        suits="few devices on a host; the optimizer's state is in the host's memory and takes no "
-        "device memory",
+        suits="a host with few devices; the optimizer's state is in the host's memory and takes "
+        "no device memory",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -397,8 +397,8 @@ TORCH: tuple[Strategy, ...] = (
         "of its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
-        suits="many workers on links where an all-reduce is slow; experiments with replicas that "
-        "differ",
+        suits="many workers, if an all-reduce over their links is slow; experiments with replicas "
+        "that differ",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},

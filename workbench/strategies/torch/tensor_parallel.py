@@ -21,16 +21,17 @@ divided among the workers (q, k and v by columns, the output by rows).
 
 In a Sequential, the order of the layers shows which layers form pairs. In other models, Workbench
 guesses the pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it
-tests these guesses: the loss and the gradient norm of one sample must be the same as on one device.
-If the values differ, the guessed layers are `gathered`. The guessed layers are also `gathered` if
-this test is not possible because one device does not have enough free memory.
+tests these guesses with one sample: the loss and the gradient norm must be the same as on one
+device. If the values differ, the guessed layers are `gathered`. They are also `gathered` if a
+worker's device does not have enough free memory for this test.
 
-Workers wait for each other during the forward pass and the backward pass. So the sync wait is
-computed from the time that each worker spends on its own computation (`parts/timing.py`). In the
-first step, Workbench counts the bytes that each collective operation sends. A ring all-reduce
-counts as 2 (n-1)/n times the tensor's size, and an all-gather or a reduce-scatter as (n-1)/n times
-the whole tensor's size. For later steps, Workbench computes the sent bytes from the first step, in
-proportion to the number of samples.
+Workers wait for each other during the forward pass and the backward pass. So Workbench computes
+when each worker's gradients would be ready if the worker were never blocked (`parts/timing.py`).
+The worker with the latest of these times has no sync wait; the other workers wait for this worker.
+In the first step, Workbench counts the bytes that each collective operation sends, but not on GPUs.
+A ring all-reduce of a tensor of S bytes counts as 2 S (n-1)/n bytes. An all-gather or a
+reduce-scatter counts as S (n-1)/n bytes, where S is the size of the whole tensor. For later steps,
+Workbench multiplies the bytes per sample of the first step by the number of samples.
 """
 
 from __future__ import annotations

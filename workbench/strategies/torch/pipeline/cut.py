@@ -11,7 +11,8 @@ stages. T(i, s) is the time of the slowest stage in the best of these ways:
     T(i, 1) = time of layers 0..i-1
     T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving the values at j)
 
-The values T(i, s) are computed from small to large i and s, in O(layers^2 x stages).
+The values T(i, s) are computed one after the other, beginning with the smallest i and s. This takes
+O(layers^2 x stages) time.
 """
 
 from __future__ import annotations
