@@ -351,7 +351,7 @@ _TRAINS = {
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery of a run after a death.
+    """One recovery of a run after a death, or after a warning that stopped all workers.
 
     Attributes:
         engines: The engines that died.

@@ -87,8 +87,8 @@ class Resources:
         time_s: Time limit of the job in seconds; None: the platform's limit.
         partition, account, qos: Slurm's.
         image: Container image.
-        installed: Whether the image has all packages, so nothing is installed there. namespace,
-        service_account: For Kubernetes; Vertex AI also uses the service account.
+        installed: Whether the image has all packages, so nothing is installed there.
+        namespace, service_account: For Kubernetes; Vertex AI also uses the service account.
         region: Where: SkyPilot's `infra`, such as `aws/us-east-1`.
         instance_type: The cloud's name for a kind of machine.
         accelerator: The platform's name for a kind of GPU.
