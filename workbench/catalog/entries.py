@@ -503,7 +503,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         framework="tensorflow",
         term="synchronous data parallelism, parameters on one device",
         summary="Parameters and optimizer are on one device of the engine. This device adds up "
-        "the gradients of all devices and applies the sum once.",
+        "the gradients of all devices and updates the parameters once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
