@@ -22,8 +22,9 @@ HEAD = """# Strategies
 
 <!-- Written by docs/make_strategies.py from the catalog and the strategies' docstrings. -->
 
-A strategy divides the work and the parameters among the workers. The same recipe runs under every
-strategy: you only change the word after `%%distributed`. `-o name=value` sets an option of the
+A strategy divides the work and the parameters among the workers. To train the same recipe under
+another strategy, change the word after `%%distributed`. (Some strategies work only with `wb.fit`,
+or only in one framework.) `-o name=value` sets an option of the
 strategy. Instead of the strategy's name you can also write a name that PyTorch, TensorFlow or
 another system uses: `DistributedDataParallel`, `MultiWorkerMirroredStrategy`, `megatron`.
 

@@ -147,7 +147,8 @@ class Recipe:
                 next_step=(
                     "add an argument with a default value to the function"
                     if self.function
-                    else "write the recipe as a function: @wb.recipe above def name(lr=0.1): ..."
+                    else "write the recipe as a function: put @wb.recipe on the line above "
+                    "def name(lr=0.1):"
                 )
                 + "; or remove -p",
                 code="WB-PLAN-269",

@@ -519,7 +519,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         ]
         lines += _recorded(plan)
     else:
-        lines += ["The script does not use Workbench, so nothing is recorded."]
+        lines += ["The script does not use Workbench, so no history is recorded."]
         if torch:
             lines += [
                 "At the end it writes `weights.pt`: the weights of the model that the cell gave to "

@@ -369,15 +369,15 @@ class Mirror:
         """
         name, at, text = frame.get("f"), frame.get("a"), frame.get("d")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(text, str):
-            raise ValueError("the frame is not for a file of a run")
+            raise ValueError("a line of the job's records does not name a file of a run")
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
-            raise ValueError("the frame's offset is invalid")
+            raise ValueError("a line of the job's records has an invalid position in its file")
         data = _inflated(text)
         if at >= 0:
             return self._append(name, at, data)
         version = frame.get("v")
         if type(version) is not int or not 0 < version < 1 << 48:
-            raise ValueError("the frame's version is invalid")
+            raise ValueError("a line of the job's records has an invalid version number")
         if version <= self.have.get(name, 0):
             return False
         of, before = self._parts.pop(name, (0, b"")) if at == -2 else (version, b"")

@@ -157,8 +157,8 @@ def run_here(given: argparse.Namespace) -> int:
             "find them there.",
             seen=str(recorded),
             allowed="a folder that is not a job folder",
-            next_step=f"use another folder with --out DIR; if {what.name} contains a cell, add "
-            "--strategy LINE (the text after %%distributed)",
+            next_step=f"use another folder with --out DIR; if {what.name} contains the "
+            "code of a %%distributed cell, add --strategy LINE (the text after %%distributed)",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)

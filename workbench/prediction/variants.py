@@ -194,8 +194,10 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "`straggler` can only be None, which means: no worker is slow.", seen=straggler,
-            next_step="to name the slow worker, give its rank: run.what_if(1)", code="WB-PLAN-307",
+            "The only value of `straggler` is None: the run is computed as if no worker were slow.",
+            seen=straggler, code="WB-PLAN-307",
+            next_step="to compute the run without the delay of one worker, give this worker's rank "
+            "without a name: run.what_if(1)",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(

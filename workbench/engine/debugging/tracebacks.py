@@ -338,7 +338,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
         "labels and output have different shapes, {0} and {1}: the last layer needs as many "
-        "outputs as a label has values. For images, begin the model with keras.layers.Flatten()",
+        "outputs as a label has values. For images, flatten before the last Dense layer",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",

@@ -17,8 +17,8 @@ and as transfer from then on.
 The mean over workers is the mean over samples only if all shares are equally large. The loss of
 worker r is therefore multiplied by n x samples_r / samples, where `samples_r` is the size of its
 share and `samples` is the size of the batch. Let g_r be the gradient of the mean loss over this
-share. With the factor, the mean over workers is sum_r (samples_r / samples) g_r, and this is the
-mean over samples.
+share. The mean over workers of the gradients with this factor is sum_r (samples_r / samples) g_r.
+This is the mean over all samples of the batch.
 
 BatchNorm's running statistics are buffers: they are not learnt from gradients. Training does not
 read them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run;

@@ -322,7 +322,7 @@ def flat(c: Check) -> None:
     found = c.ask(
         _WIRE + _FLAT + _FORGET,
         hint=f"{_ORDER}. One tensor in the check has the shape (), because it is a single number: "
-        "`copy_` works with all shapes",
+        "`copy_` also works with this shape",
     )
     total = sum(10.0**rank for rank in range(workers)) / workers
     true = np.array(
@@ -566,7 +566,8 @@ def exposed(c: Check) -> None:
     wanted = float(np.median(EXPOSED_S[2:]))
     c.expect(
         math.isclose(made, wanted, rel_tol=1e-6),
-        "`exposed_of` returns the median of wait time plus transfer time, from step 2 on",
+        "`exposed_of` adds wait time and transfer time in each row, and returns the median of "
+        "these sums from step 2 on",
         f"the check made a run with four steps: their exposed times are {list(EXPOSED_S)} s. For "
         f"this run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
         f"{wanted:.4g} s",

@@ -486,8 +486,8 @@ def _divided(
         off_later < 1e-10,
         f"After a step of SGD, the result on worker {rank} differs from that of the undivided "
         f"layers by {off_later:.2g}.",
-        "do not give 1/N of the bias to each of N workers: otherwise a step changes the sum of "
-        "these parts N times too much. Add the whole bias once",
+        "add the whole bias once, on one worker. If each of N workers holds 1/N of the bias, each "
+        "part gets the full gradient, so a step changes the bias N times too much",
     )
     c.need(
         bool(parts[6]),
@@ -617,6 +617,5 @@ def saved(c: Check) -> None:
         "each activation counts once, and parameters do not count",
         f"For exp(z) * exp(z), autograd saves both results of exp(z), which have 160 bytes in "
         f"total. But `saved_bytes` returned {float(twice):g}",
-        "tensors with different data_ptr() are different tensors, and tensors with the same "
-        "data_ptr() count once",
+        "count each data_ptr() once: the two results of exp(z) have different data_ptr()",
     )
