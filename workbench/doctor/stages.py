@@ -143,7 +143,7 @@ def devices(child: Child) -> None:
             child.say(
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
                 f"matrix products and convolutions on {title}",
-                f"results differ from those of the CPU by at most {worst:.1e}; the computation "
+                f"largest relative difference from the CPU's results: {worst:.1e}; the computation "
                 f"took {seconds:.2f} s, including the start of the device",
                 difference=worst,
             )  # fmt: skip

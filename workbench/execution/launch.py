@@ -212,7 +212,7 @@ class RunExecution:
             RunError: There is no free GPU for them.
         """
         run, pool, framework = self.run, self.pool, self.plan.framework
-        assert run.task is not None, "the run must begin before engines can join it"
+        assert run.task is not None, "internal error: the run has not begun"
         wanted = len(run.members) + count
         plan = replace(self.plan, workers=wanted)
         if pool.lease(wanted, plan).backend != self.leases.backend:

@@ -382,7 +382,7 @@ class Mirror:
             return False
         of, before = self._parts.pop(name, (0, b"")) if at == -2 else (version, b"")
         if of != version or len(before) + len(data) > WHOLE_BYTES:
-            raise ValueError("the file's first part is missing, or the file is too large")
+            raise ValueError("the first records of this file are missing, or the file is too large")
         if frame.get("m"):
             self._parts[name] = version, before + data
             return False
@@ -399,7 +399,7 @@ class Mirror:
     def _append(self, name: str, at: int, data: bytes) -> bool:
         have = self.have.get(name, 0)
         if at > have and not self._skips:
-            raise ValueError("the data before this frame is missing")
+            raise ValueError("earlier lines of this file's records are missing")
         self.missing = self.missing or at > have
         fresh = data[max(0, have - at) :]
         if not fresh:

@@ -102,8 +102,8 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for a script's records or for a cell's job (default: workbench-runs/NAME; "
-        "NAME is the file's name without .py)",
+        help="folder for the script's records, or with --strategy for the cell's job folder "
+        "(default: workbench-runs/NAME, where NAME is the file's name without .py)",
     )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")

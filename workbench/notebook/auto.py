@@ -284,7 +284,7 @@ def train_chosen(
     )  # fmt: skip
     found = chooser.choose()
     show(found)
-    assert found.winner is not None, "choose raises an error if no strategy remains"
+    assert found.winner is not None, "internal error: no strategy remains"
     rest = [row for row in found.rows if row.known != "out" and row is not found.winner]
     for row in (found.winner, *rest):
         with contextlib.suppress(_RefusedError):

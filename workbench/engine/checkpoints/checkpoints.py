@@ -231,7 +231,7 @@ class Checkpoints:
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
             return False
-        assert self._writer is not None, "a run with checkpoints must have a folder for them"
+        assert self._writer is not None, "internal error: no folder for checkpoints"
         began = clock()
         self._writer.wait()
         strategy, spec = self._strategy, self.context.spec

@@ -510,7 +510,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Connection closed by peer|Connection reset by peer",
         "another rank closed the connection: read the errors of the other ranks. If they have no "
-        "errors, one rank took fewer steps: all ranks must take the same number of steps",
+        "errors, a rank probably took fewer steps: all ranks must take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",

@@ -175,7 +175,7 @@ def _played(c: Check, name: str) -> None:
         play["honest"] is True,
         f"the prediction was sealed before the case was run (attempt {attempt + 1} at case {name})",
         "the prediction was sealed after the case had been run",
-        f'blind.case("{name}") gives new numbers: probe, predict, seal, and only then run',
+        f'blind.case("{name}") begins a new attempt: probe, predict, seal, and only then run',
     ):
         return
     factor = predicted / measured[strategy]

@@ -219,7 +219,7 @@ class ParameterServer(Strategy):
         """Build the model and the optimizer on the servers if they are not built yet."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
-        assert self.closures is not None, "prepare must be called before the cell ends"
+        assert self.closures is not None, "internal error: prepare was not called"
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
         initialise(self.context, job.model)

@@ -121,7 +121,7 @@ class Rounds(Policy):
         if holder.clip_norm is None and not holder.agrees:
             self._step()
         elif holder.servers == 1:
-            assert holder.clip_norm is not None, "without clipping, one server steps alone"
+            assert holder.clip_norm is not None, "internal error: nothing clips"
             norm = holder.norm(self._present(gradients))
             self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
         elif (factor := self._arrived[self._ranks[0]].get("factor")) is not None:

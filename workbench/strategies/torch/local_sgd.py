@@ -262,7 +262,7 @@ class LocalSGD(ParameterAveraging):
     def undo(self) -> None:
         """Restore the state before the step whose average failed."""
         if self._breaks:
-            assert self._before is not None, "no copy of the state was made before the step"
+            assert self._before is not None, "internal error: no copy of the state"
             self._before.put_back()
             self._breaks = False
             self.done -= 1

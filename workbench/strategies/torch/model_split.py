@@ -626,5 +626,5 @@ class ModelSplit(Strategy):
 
     @property
     def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None, "the model is not cut into stages yet"
+        assert self.pipeline is not None, "internal error: no stages yet"
         return self.pipeline

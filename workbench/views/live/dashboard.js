@@ -845,7 +845,7 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole}, ${beyond} more than the smallest possible bubble`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole} of the time, difference from the ideal bubble ${beyond}`);
     this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
   }
 

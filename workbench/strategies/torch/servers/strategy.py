@@ -81,7 +81,7 @@ class Served(Strategy):
     def keep_copy(self) -> None:
         """Hold a copy of another server's part, and replace that server when it is gone."""
         context = self.context
-        assert context.copy_hub is not None, "the runtime must open copy_hub before keep_copy"
+        assert context.copy_hub is not None, "internal error: copy_hub is not open"
         Copy(context.copy_hub, context.spec.world_size, self._parts, self.make_policy).keep()
 
     @property
