@@ -508,8 +508,9 @@ class Knows:
                 )
         if self.fitted is None and link is not None and most > 1:
             found.append(
-                "The runs sent no messages, so Workbench does not know how long a worker needs to "
-                "prepare and read a message. The prediction contains only the message's time on the link."
+                "The runs sent no messages, so Workbench does not know how long a worker needs "
+                "to prepare and read a message. The prediction contains only the message's time "
+                "on the link."
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
