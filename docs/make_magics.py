@@ -29,7 +29,11 @@ CODE = re.compile(
 
 CLUSTER: dict[str, tuple[str, str]] = {
     "action": ("`status`", "%cluster"),
-    "values": ("`start`: 2; for other actions see the table of actions", "%cluster start 4"),
+    "values": (
+        "`start`: 2; with `--on`, as many engines as this flag names; with `--nodes`, one engine "
+        "per GPU, or one per node without GPUs. For other actions see the table of actions",
+        "%cluster start 4",
+    ),
     "--devices": ("`auto`", "%cluster start 2 --devices cpu"),
     "--launcher": ("`local`", "%cluster start 2 --launcher local"),
     "--on": ("ssh needs this flag", "%cluster start 6 --launcher ssh --on node1:4,user@node2:2"),
@@ -44,8 +48,8 @@ CLUSTER: dict[str, tuple[str, str]] = {
         "%cluster start 8 --launcher slurm --launcher-option qos=high",
     ),
     "--listen": (
-        "loopback (only this machine); if engines run on other machines, the address from which "
-        "the notebook connects to these machines",
+        "loopback if all engines run on the notebook's machine; otherwise the address from which "
+        "the notebook's machine connects to the other machines",
         "%cluster start 4 --launcher slurm --listen eth0",
     ),
     "--ports": ("any free ports", "%cluster start 4 --launcher slurm --ports 20000-20100"),
@@ -67,8 +71,7 @@ CLUSTER: dict[str, tuple[str, str]] = {
 ACTIONS: dict[str, tuple[str, str]] = {
     "start": (
         "%cluster start 4",
-        "starts 4 engines (without a number: 2); if engines already run, adds engines until there "
-        "are 4",
+        "starts 4 engines; if engines already run, adds engines until there are 4",
     ),
     "status": ("%cluster", "shows a row per engine: device, CPU, memory, state, last log line"),
     "restart": (
@@ -82,8 +85,8 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "stacks": ("%cluster stacks", "shows the current call stack of every thread of every engine"),
     "debug": (
         "%cluster debug",
-        "opens a debugger for a paused engine, otherwise for the engine that failed first; with an "
-        "id, for this engine",
+        "opens a debugger for a paused engine; if no engine is paused, for the engine that failed "
+        "first; with an id (`%cluster debug 1`), for the engine with this id",
     ),
     "free": (
         "%cluster free",

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- promises: written by make_promises.py -->", "<!-- end of prom
 DIES = {
     "worker": "A worker dies",
     "server": "A server dies",
-    "warned": "A worker is warned before it is ended, with `--checkpoint`",
+    "warned": "A worker gets a warning before it is ended; the run has `--checkpoint`",
 }
 UNKNOWN = "-"
 

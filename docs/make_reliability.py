@@ -71,7 +71,7 @@ FAULTS = {
         "a worker receives SIGKILL and the other workers continue: time until the next step"
     ),
     "Stop while a rank's data hangs and the others wait in all_reduce": (
-        "the run is stopped while one rank hangs (it loads data) and the other ranks wait in "
+        "the run is stopped while the data loading of one rank hangs and the other ranks wait in "
         "`all_reduce`"
     ),
     "Stop while a rank is in an endless loop and the others wait": (
@@ -88,7 +88,7 @@ FAULTS = {
 
 CHAOS = {
     "one engine is killed, or all engines": ("kill engine", "kill engines"),
-    "the controller or one of its own processes is killed": ("kill controller", "kill part"),
+    "the controller or one of its child processes is killed": ("kill controller", "kill part"),
     "the warm parent is killed": ("kill warm parent",),
     "the keeper is killed": ("kill keeper",),
     "an engine, a controller process or the warm parent is killed before the cell begins": (
@@ -285,8 +285,9 @@ def a_class(found: dict[str, Any]) -> str:
         f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
         f"{STUDENTS} / {one['notebooks']} × "
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
-        f"cores need half the time, this takes about {server_s:.0f} s on {SERVER_CORES} "
-        f"cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} cores and "
+        f"cores need half the time, the last notebook is ready after about {server_s:.0f} s on "
+        f"{SERVER_CORES} cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} "
+        "cores and "
         f"{server_gb(STUDENTS * each_gb)} GB (the smallest usual size that leaves at least a "
         "quarter of the memory free).",
     ]

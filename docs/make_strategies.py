@@ -22,8 +22,9 @@ HEAD = """# Strategies
 
 <!-- Written by docs/make_strategies.py from the catalog and the strategies' docstrings. -->
 
-A strategy divides the work and the parameters among the workers. The same recipe runs under every
-strategy: you only change the word after `%%distributed`. `-o name=value` sets an option of the
+A strategy divides the work and the parameters among the workers. To train the same recipe under
+another strategy, change the word after `%%distributed`. (Some strategies work only with `wb.fit`,
+or only in one framework.) `-o name=value` sets an option of the
 strategy. Instead of the strategy's name you can also write a name that PyTorch, TensorFlow or
 another system uses: `DistributedDataParallel`, `MultiWorkerMirroredStrategy`, `megatron`.
 
@@ -31,16 +32,22 @@ All strategies except `tpu` are tested on the CPUs of one machine. For `tpu`, te
 errors that appear if there is no TPU. Nothing on this page was ever run on a GPU, on a TPU or on
 several machines ([never run](never-run.md)).
 
+Some sections say that the result is the same as on one device. BatchNorm and dropout are
+exceptions: with these layers the result can depend on the number of workers
+([reasons](choosing.md#which-strategies-can-win)).
+
 ## Loops of your own in PyTorch
 
-`wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. Gradients are
-averaged at the end of each backward pass. So you can compute the loss in any way: with `model(x)`,
-with a method (`model.training_step(batch)`) or with parts of the model. The loss can contain a
+`wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. So you can
+compute the loss in any way: with `model(x)`, with a method (`model.training_step(batch)`) or with
+parts of the model. Because there is no wrapper, use `model` where code for DistributedDataParallel
+uses `model.module`.
+
+Under `mirrored`, gradients are averaged at the end of each backward pass. The loss can contain a
 gradient penalty (`torch.autograd.grad`). During the loop you can freeze, unfreeze and add layers,
 and replace the optimizer. Make each such change at the same step on every rank. In a block with
 `model.no_sync()`, each worker adds up its own gradients without averaging, as in
-DistributedDataParallel. Because there is no wrapper, use `model` where code for
-DistributedDataParallel uses `model.module`.
+DistributedDataParallel. The section of each other strategy says what its workers exchange.
 
 If a loop trains several models, call `wb.prepare` for each pair of model and optimizer. Pass the
 loader with the first pair:
@@ -52,13 +59,13 @@ netD, optD = wb.prepare(netD, optD)
 
 For each of these models, the gradients are averaged over the workers. Workbench also checks that
 all workers have [equal copies](metrics.md#equal-copies) of the models. For Workbench, a step ends
-when the first pair's `optimizer.step()` has ended. If the loop updates another model after this,
+when the first pair's `optimizer.step()` has ended. If the loop then updates another model,
 Workbench counts the time of this update in the next step, as `other`
-(one of the [parts of a step](metrics.md#the-parts-of-a-step)). To avoid this, call `wb.prepare`
-first for the pair whose `optimizer.step()` comes last in each iteration. Only the strategies
-`one_device` and `mirrored` accept several pairs. The run's final weights are the weights of the
-first model. If you save checkpoints, pass the other models and their optimizers to the first
-`wb.prepare`: `keep=[netD, optD]`.
+(one of the [parts of a step](metrics.md#the-parts-of-a-step)). To avoid this, find the pair whose
+`optimizer.step()` comes last in each iteration, and pass this pair to the first `wb.prepare` of the
+cell. Only the strategies `one_device` and `mirrored` accept several pairs. The run's final weights
+are the weights of the first model. If you save checkpoints, pass the other models and their
+optimizers to the first `wb.prepare`: `keep=[netD, optD]`.
 
 If an optimizer updates parameters of a model that you did not pass to `wb.prepare`, the gradients
 of these parameters are not averaged. A warning shows the shapes of these parameters.
@@ -200,7 +207,9 @@ def facts(entry) -> str:
         named = [f"`{name}={value}`" for name, value in entry.exact_with]
         if entry.sync_option:
             named.append(f"`{entry.sync_option}=true`")
-        given = ", ".join(named) + " and the optimizer SGD" * entry.linear_only
+        given = ", ".join(named)
+        if entry.linear_only:
+            given += ", the optimizer SGD and the defaults of the other options"
         lines.append(
             f"- with {given}, the result of several workers is the same as on one device, except "
             "for rounding errors"

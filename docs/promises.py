@@ -22,9 +22,12 @@ WAYS = ("stop", "continue", "replace", "heal")
 NOTHING = "nothing"
 STEPS = "the steps since the last checkpoint"
 REST = "the steps that this worker had not taken yet"
-PUSH = "the dead worker's current push, if a new engine joins before the other workers finish"
+PUSH = (
+    "the dead worker's current push; also its remaining steps, if the other workers finish before "
+    "a new engine joins"
+)
 CLOSURE = "nothing: another worker repeats the dead worker's current step"
-REFUSED = "nothing: Workbench refuses this before the run begins"
+REFUSED = "nothing: Workbench refuses `continue` before the run begins"
 NOT_DONE = "the run ends: it cannot continue without a server"
 ENDS = "the run ends; after a resume, the steps since the last checkpoint"
 STOPPED = "nothing: the run stops after a step and writes a checkpoint"

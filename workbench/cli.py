@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("workbench-demo"), help="folder for the results"
     )
     commands.add_parser(
-        "lab", help="open JupyterLab with the notebooks; JupyterLab gets all other arguments"
+        "lab", help="open JupyterLab with the notebooks; arguments after `lab` go to JupyterLab"
     )
     add_cluster_commands(commands)
     add_lab_commands(commands)
@@ -322,7 +322,7 @@ def add_lab_commands(commands: Any) -> None:
     labs.add_argument(
         "--solved-to",
         type=Path,
-        help="folder of the instructors' notebooks (default: the source's folder)",
+        help="folder of the instructors' notebooks (default: the folder of each lab_N.md)",
     )
     labs.add_argument(
         "--run",
@@ -351,10 +351,10 @@ def _add_grade(commands: Any) -> None:
     add("--memory", type=float, default=4.0, metavar="GB",
         help="memory limit of a notebook (default 4)")  # fmt: skip
     add("--disk", type=float, default=5.0, metavar="GB",
-        help="limit for the files that a notebook writes (default 5)")  # fmt: skip
+        help="limit for the size of all files that a notebook writes (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="number of notebooks that are graded at the same time (default 1, because "
-             "notebooks that run together change the times that labs measure)")  # fmt: skip
+        help="number of notebooks that are graded at the same time (default 1; labs measure "
+             "times, and notebooks that run at the same time change these times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the lab that the notebook names)")  # fmt: skip
 
@@ -388,7 +388,8 @@ def check_opening(rest: list[str]) -> None:
         is_source = text.endswith(".md")
         if is_source or any(Path(text).glob(SOURCES)):
             raise PlanError(
-                "`workbench lab` opens JupyterLab. It does not make notebooks from labs' sources.",
+                "`workbench lab` opens JupyterLab. This command does not make notebooks from labs' "
+                "sources.",
                 seen=text,
                 allowed="only flags of JupyterLab",
                 next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
@@ -472,7 +473,7 @@ def _save(saved: Saved | None, content: str) -> bool:
         if saved is not None:
             saved.finish(content)
     except OSError as error:
-        print(f"The file of --json could not be written: {error}", file=sys.stderr)
+        print(f"The file that --json names could not be written: {error}", file=sys.stderr)
         return True
     return False
 

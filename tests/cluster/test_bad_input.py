@@ -256,7 +256,7 @@ def test_batchnorm_under_microbatches_is_warned_of_in_the_notebook(book):
         "%%distributed model_split --plot off\n"
         f"import torch\nfrom torch import nn\nwb.fit({call}, steps=2)"
     )
-    assert any("BatchNorm (1)" in note for note in book["_run"].snapshot().notes)
+    assert any("BatchNorm layers: 1." in note for note in book["_run"].snapshot().notes)
 
 
 def test_after_all_these_mistakes_the_cluster_trains(book):

@@ -243,6 +243,6 @@ def test_batchnorm_is_warned_of_and_a_stream_is_cut_at_its_first_batch(workers: 
     reports = clean(workers.run("model_split", cells.batchnorm, workers=2))
     assert [report.value for report in reports] == [3, 3]
     (warning,) = reports[0].emitted("warning")
-    assert "BatchNorm (1)" in warning["text"]
+    assert "BatchNorm layers: 1." in warning["text"]
     assert "(4 of" in warning["text"]
     assert not reports[1].emitted("warning")

@@ -164,7 +164,7 @@ def test_stop_raises_in_an_own_loop() -> None:
 
 
 WRONG = {
-    "built outside": ("model.fit(x, y, batch_size=24)", "outside this run's strategy"),
+    "built outside": ("model.fit(x, y, batch_size=24)", "outside the scope of this run's strategy"),
     "indivisible": ("made(); model.fit(x, y, batch_size=25)", "batch_size=26"),
     "indivisible tf.data": (
         "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(25))",

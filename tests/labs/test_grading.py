@@ -129,8 +129,8 @@ def test_a_right_notebook_is_right_though_its_steps_were_changed_and_its_order_t
     one = graded["untidy"]
     assert states(one) == ["right"] * 4
     assert (one.status, one.points, one.problems, one.restarts) == (0, 4, [], 0)
-    assert [n for n in one.notes if n.startswith("1 step of the lab changed (cell 3 ")]
-    assert [n for n in one.notes if n.startswith("1 step of the lab missing (cell 2 ")]
+    assert [n for n in one.notes if n.startswith("1 step of the lab was changed (cell 3 ")]
+    assert [n for n in one.notes if n.startswith("1 step of the lab was missing (cell 2 ")]
     assert outcome(one, "1.1").title == "The square of the rank"
     assert one.versions["torch"]
 

@@ -66,8 +66,8 @@ def test_missing_cells_are_restored_and_named(merged):
     assert answers(found)["1.1"] == [STUBS["1.1"]]
     assert found.untouched == {"1.1", "1.3", "1.5"}
     assert [n for n in found.notes if n.startswith("exercise 1.3 was missing")]
-    assert any(note.startswith("3 steps of the lab missing") for note in found.notes)
-    assert any(note.startswith("4 checks missing") for note in found.notes)
+    assert any(note.startswith("3 steps of the lab were missing") for note in found.notes)
+    assert any(note.startswith("4 checks were missing") for note in found.notes)
 
 
 def test_cells_in_another_order_come_to_their_places(merged):
@@ -113,7 +113,7 @@ def test_own_cells_elsewhere_are_not_run_and_named(merged):
     assert all_of(found) == all_of(merged(cells(GOOD)))
     (note,) = found.notes
     assert note.startswith("1 cell ")
-    assert note.endswith("(1): not run")
+    assert note.endswith("was not run (cell 1 of this notebook)")
 
 
 def test_checks_that_a_student_repeats_are_not_taken_for_answers(merged):

@@ -362,7 +362,13 @@ def test_named_gpus_keep_their_order(given):
     assert devices_of(given_out) == ["cuda:0", "cuda:1"]
 
 
-@pytest.mark.parametrize("given", ["7", "0,7", "0,0", "cuda:1,1", [3]])
+@pytest.mark.parametrize("given", ["0,0", "cuda:1,1", [1, 0, 1]])
+def test_a_gpu_that_is_named_twice_is_refused(given):
+    with pytest.raises(PlanError, match="WB-PLAN-344"):
+        leases.lease(given, 1, found(0, 0))
+
+
+@pytest.mark.parametrize("given", ["7", "0,7", [3]])
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(given):
     with pytest.raises(PlanError, match=r"WB-PLAN-024[\s\S]*0, 1"):
         leases.lease(given, 1, found(0, 0))

@@ -458,8 +458,10 @@ def test_not_all_can_leave(made) -> None:
     healer, run, _ = made
     all_train(healer, 0, 1, 2)
     healer.dismiss([0], "to make room")
-    for chosen in ([1, 2], [7], []):
-        with pytest.raises(RunError, match="WB-RUN-141"):
+    with pytest.raises(RunError, match="WB-RUN-141"):
+        healer.dismiss([1, 2], "to make room")
+    for chosen in ([7], []):
+        with pytest.raises(RunError, match="WB-RUN-152"):
             healer.dismiss(chosen, "to make room")
     run.state = "finished"
     with pytest.raises(RunError, match="WB-RUN-143"):

@@ -178,6 +178,8 @@ def test_numbers_are_those_of_each_host_and_a_host_without_them_is_named() -> No
     few = pool_on(hosts[0], host_of(1, gpus("b", 2), slots=2), engines=4, devices="2,3")
     with pytest.raises(PlanError, match=r"node2.*WB-PLAN-187"):
         few.lease(4)
+    with pytest.raises(PlanError, match="WB-PLAN-344"):
+        pool_on(*hosts, engines=4, devices="2,2").lease(4)
     with pytest.raises(ClusterError, match=r"node2.*WB-CLUSTER-076"):
         pool_on(hosts[0], host_of(1, slots=2), engines=4, devices="cuda").lease(4)
 

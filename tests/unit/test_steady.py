@@ -67,7 +67,7 @@ def test_the_first_step_does_not_turn_a_comparison_round() -> None:
     assert re.match(r"one_device is 1\.[78]x faster than mirrored", compared.verdict)
     assert one.warm_up >= 1
     assert one.step_s == pytest.approx(0.00055, rel=0.1)
-    assert "1 of one_device" in compared.rates
+    assert "1 step of one_device" in compared.rates
 
 
 def test_where_intervals_overlap_no_difference_is_told() -> None:

@@ -85,7 +85,8 @@ def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     add = (
         "Each worker divides its tensor into N chunks. In each round, it sends one chunk to the "
         "next worker, receives one from the previous worker, and adds the received chunk to its "
-        "own chunk. At the end, each worker has one finished chunk: its sum over all workers."
+        "own chunk. At the end, each worker has one finished chunk: the sum of this chunk over all "
+        "workers."
     )
     gather = (
         "Each worker sends the finished chunks to the next worker, until all workers have the "
@@ -160,8 +161,8 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         phases.append(
             Phase(
                 "Unfold",
-                f"Each worker with rank {p} or higher receives the sum from the worker to which "
-                "it sent its tensor.",
+                f"Each worker with rank {p} or higher sent its tensor to another worker. This "
+                "other worker now sends the sum back.",
                 arrows=arrows,
                 formula=unit,
             )
@@ -180,8 +181,9 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
     leaders = [group[0] for group in groups]
     within = (
-        "The workers of a host form a group. With only one host, a group is a block of workers. "
-        "One worker of each group, the leader, adds up the tensors of its group."
+        "The workers of a host form a group. With only one host, a group is a few workers with "
+        "consecutive ranks. One worker of each group, the leader, adds up the tensors of its "
+        "group."
     )
     text = (
         "The L leaders add up the sums of their groups in a ring. This takes 2(L-1) rounds. In "

@@ -12,22 +12,23 @@ _PIPELINE_OPTIONS = (
     Option(
         "schedule", "choice", "1f1b",
         choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
-        help="the order of the microbatches; `naive` sends the whole batch from stage to stage",
+        help="the order in which a stage computes the forward and backward passes of the "
+        "microbatches; `naive`: the whole batch is one microbatch",
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="number of microbatches in a batch; `none`: two per worker (with schedule=naive, "
-        "the whole batch is one microbatch)",
+        help="number of microbatches into which a pipeline divides its batch; `none`: two for each "
+        "worker of the pipeline (fewer if the batch is small), or 1 with schedule=naive",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="number of stages on each worker, for schedule=interleaved and zero_bubble; without a "
-        "value (`none`): 2 with interleaved, otherwise 1",
+        help="number of stages on each worker, for schedule=interleaved and zero_bubble; `none`: "
+        "2 with interleaved, otherwise 1",
     ),
     Option(
         "split_at", "str", None, optional=True,
         help="layers at which a new stage begins, by name or number, for example 2,5 or "
-        "conv2,fc1; `none`: Workbench measures the layers and chooses",
+        "conv2,fc1; `none`: Workbench measures all layers and chooses these layers",
     ),
 )  # fmt: skip
 
@@ -63,7 +64,8 @@ TORCH: tuple[Strategy, ...] = (
         sheds=True,
         exact_with=(("compress", "none"),),
         loses="the steps since the last checkpoint; if the number of workers changes, a run with "
-        "compressed gradients also loses the compression error that was not sent yet",
+        "compressed gradients also loses the compression error that was not yet added to a "
+        "gradient",
         links=True,
         options=(
             Option(
@@ -77,8 +79,8 @@ TORCH: tuple[Strategy, ...] = (
                 "compress", "str", "none", pattern=COMPRESSIONS,
                 form="none, fp16, bf16, powersgd:RANK (1 or more), "
                 "topk:FRACTION (more than 0, at most 1)",
-                help="compresses the gradients, so that fewer bytes are sent (for example fp16 or "
-                "topk:0.01); the compression error is added to the next gradient",
+                help="compresses the gradients, for example with fp16 or topk:0.01, so that fewer "
+                "bytes are sent; the compression error is added to the next gradient",
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
@@ -87,7 +89,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "find_unused_parameters", "bool", False,
-                help="in each step, finds the parameters that the loss does not use (slower)",
+                help="set `true` if there are steps in which the loss does not use some "
+                "parameters; each step is then slower, because the unused parameters must be found",
             ),
             Option(
                 "sync_batchnorm", "bool", False,
@@ -99,13 +102,13 @@ TORCH: tuple[Strategy, ...] = (
         name="central_storage",
         framework="torch",
         term="synchronous training with central variables",
-        summary="Weights and optimizer are on one host. Workers pull the weights and push "
-        "gradients.",
+        summary="The parameters and the optimizer's state are on one server. Workers pull the "
+        "parameters and push gradients.",
         module="workbench.strategies.torch.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
-        suits="few devices on a host; the optimizer's state is in the host's memory and takes no "
-        "device memory",
+        suits="a host with few devices; the optimizer's state is in the host's memory and takes "
+        "no device memory",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -148,8 +151,9 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint; with sync=false, the run also loses the "
-        "pushes that were on their way, and the extra steps of workers that were ahead of worker 0",
+        loses="the steps since the last checkpoint; with sync=false, all workers continue from the "
+        "step at which worker 0 saved the checkpoint, so workers that were behind worker 0 skip "
+        "steps, and workers that were ahead of worker 0 repeat steps",
         links=True,
         excludes=(
             ("sync", "max_staleness", "with sync=true, no gradient is stale"),
@@ -171,7 +175,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "staleness_aware_lr", "bool", False,
-                help="divides the learning rate of each push by the push's staleness",
+                help="divides the learning rate of each push by the push's staleness, if the "
+                "staleness is above 1",
             ),
             Option(
                 "consistency", "choice", "latest", choices=("latest", "snapshot"),
@@ -203,7 +208,8 @@ TORCH: tuple[Strategy, ...] = (
         framework="torch",
         term="fully sharded data parallelism (ZeRO)",
         summary="Each of the n workers keeps 1/n of the parameters, gradients and optimizer state. "
-        "Before a layer computes, its parameters are gathered from all workers.",
+        "Before the workers compute a layer, each worker gathers the layer's parameters from all "
+        "workers.",
         module="workbench.strategies.torch.sharded:Sharded",
         keeps="part",
         messages="workbench.catalog.step_messages:sharded",
@@ -238,8 +244,8 @@ TORCH: tuple[Strategy, ...] = (
         name="model_split",
         framework="torch",
         term="pipeline (model) parallelism",
-        summary="The model is cut into stages, one or more on each worker. Microbatches go "
-        "through the stages one after the other.",
+        summary="The model is cut into stages, one or more on each worker. The batch is divided "
+        "into microbatches. Each microbatch goes from stage to stage.",
         module="workbench.strategies.torch.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:model_split",
@@ -307,7 +313,7 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "plan", "str", "auto",
                 help="how layers are divided: `auto`, or NAME=STYLE for each layer, for example "
-                "fc1=col,fc2=row (STYLE: col, row or gathered; in NAME, * matches any text)",
+                "fc1=col,fc2=row; STYLE is col, row or gathered; in NAME, * matches any text",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -345,14 +351,15 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "every", "int", 8, minimum=1,
-                help="number of steps after which workers average their parameters; with every=1 "
-                "and SGD the result is the same as on one device",
+                help="number of steps in a round; workers average all parameters once in each "
+                "round; with every=1, SGD and the defaults of the other options, the result is the "
+                "same as on one device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
                 help="what workers do at the end of a round; `average`: they continue from the "
-                "mean of their parameters; `nesterov`: they take a step with momentum towards this "
-                "mean (DiLoCo)",
+                "mean of their parameters; `nesterov`: they take a step with momentum, the outer "
+                "step, towards this mean (DiLoCo)",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
@@ -377,8 +384,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="how unevenly the samples of each class are divided among the workers: alpha "
-                "of a Dirichlet distribution (0.1: very unevenly); `none`: evenly",
+                help="alpha of the Dirichlet distribution that divides the samples of each class "
+                "among the workers; 0.1: very unevenly, 100: nearly evenly; `none`: evenly",
             ),
         ),
     ),
@@ -390,8 +397,8 @@ TORCH: tuple[Strategy, ...] = (
         "of its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
-        suits="many workers on links where an all-reduce is slow; experiments with replicas that "
-        "differ",
+        suits="many workers, if an all-reduce over their links is slow; experiments with replicas "
+        "that differ",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},
@@ -496,7 +503,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         framework="tensorflow",
         term="synchronous data parallelism, parameters on one device",
         summary="Parameters and optimizer are on one device of the engine. This device adds up "
-        "the gradients of all devices and applies the sum once.",
+        "the gradients of all devices and updates the parameters once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
@@ -575,8 +582,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint; a checkpoint is saved only when no push is "
-        "on its way",
+        loses="the steps since the last checkpoint, and no earlier step: a checkpoint is saved "
+        "only when all earlier pushes have arrived",
         servers_option="servers",
         exact_with=None,
         options=(
@@ -587,8 +594,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
-                help="cuts each variable into parts, and divides the parts among the servers (only "
-                "in your own training loop)",
+                help="only for your own training loop: cuts each variable into parts, and divides "
+                "the parts among the servers",
             ),
         ),
     ),

@@ -108,8 +108,8 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             count = least
     if schedule.most is not None and count > schedule.most:
         raise PlanError(
-            f"Schedule `{name}` sends the whole batch from stage to stage, so the batch is one "
-            "single microbatch.",
+            f"Schedule `{name}` sends the whole batch from stage to stage, so it allows only one "
+            "microbatch.",
             seen=f"microbatches={count}",
             next_step=f"use -o schedule=gpipe -o microbatches={count}, or remove -o microbatches",
             code="WB-PLAN-079",
@@ -126,7 +126,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
     if schedule.rounds and count % rounds:
         raise PlanError(
             f"Schedule `{name}` divides the microbatches into rounds, and all rounds must have "
-            "the same size.",
+            "the same number of microbatches.",
             seen=f"microbatches={count} in {rounds} rounds, for a pipeline of {workers} workers",
             allowed=f"for example any multiple of {workers}",
             next_step=f"use -o microbatches={workers * rounds}",
@@ -139,7 +139,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
         raise PlanError(
             "A pipeline has more microbatches than samples in a step, so some microbatches would "
             "be empty.",
-            seen=f"microbatches={count} for the {batch_size} samples of a pipeline",
+            seen=f"microbatches={count}; a pipeline has {batch_size} samples in a step",
             allowed=f"at most {batch_size} microbatches",
             next_step=f"use a larger batch_size, or {fewer}",
             code="WB-PLAN-082",
@@ -197,8 +197,8 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "A round has fewer steps (`every`) than fragments, but each fragment needs its own "
-            "step in the round.",
+            "Each fragment needs its own step in a round, but a round has fewer steps (`every`) "
+            "than there are fragments.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"use -o fragments={every}, or -o every={fragments}",

@@ -147,7 +147,7 @@ def parameter_server(layout: Layout) -> Parts:
     )  # fmt: skip
     which = "the newest parameters"
     if layout.options["consistency"] == "snapshot":
-        which = "the same version of the parameters from all servers"
+        which = "parameters from all servers, and all servers send the same version"
     pulled = diagrams.exchange_with_server(
         layout, ids, "M", "weights", "Pull", f"Each worker receives {which}.", up=False
     )
@@ -183,13 +183,13 @@ def sharded(layout: Layout) -> Parts:
     if layout.options["reshard"]:
         again = diagrams.scatter_ring(
             layout.ids, "weights", "U", "All-gather, backward",
-            "The workers removed layers from memory after the forward pass. Now they gather these "
-            "layers again.",
+            "After the forward pass, the workers removed gathered layers from memory. Now the "
+            "workers gather these layers again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of all layers that have at least as many MB as the option unit_mb says; workers "
-            "remove these layers after the forward pass, and gather them again for the backward "
-            "pass"
+            "bytes of all layers of at least unit_mb MB (see the option unit_mb); workers remove "
+            "these layers from memory after the forward pass, and gather them again for the "
+            "backward pass"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
@@ -294,13 +294,13 @@ def tensor_parallel(layout: Layout) -> Parts:
     """Partial results are added up inside forward and backward."""
     forward = diagrams.ring_at_once(
         layout.ids, "activations", "Y", "All-reduce, forward",
-        "At the end of each pair of divided layers, every worker has only a partial sum of the "
-        "pair's output. The workers add up these partial sums.",
+        "Two divided layers form a pair. After the second layer, every worker has only a partial "
+        "sum of the pair's output. The workers add up these partial sums.",
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "For each pair of divided layers, every worker has only a partial sum of the gradient for "
-        "the pair's input. The workers add up these partial sums.",
+        "After the backward pass of a pair of divided layers, every worker has only a partial sum "
+        "of the gradient for the pair's input. The workers add up these partial sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
@@ -311,8 +311,8 @@ def tensor_parallel(layout: Layout) -> Parts:
     units = {
         "Y": "bytes of the outputs of all pairs of divided layers, for one batch",
         "X": (
-            "bytes of the gradients for the inputs of all pairs of divided layers; the input of "
-            "the model's first layer needs no gradient"
+            "bytes of the gradients for the inputs of all pairs of divided layers; the model's own "
+            "input does not count, because it needs no gradient"
         ),
         **N,
     }
@@ -420,7 +420,7 @@ def _graph(graph: str, n: int) -> list[list[int]]:
 
 _TENSORFLOW_WHOLE = "all variables and the optimizer's state"
 _SHARE = "Each replica computes the gradient of its share of the batch."
-_EQUAL = "Each replica applies the same sum, so the copies of the model stay equal."
+_EQUAL = "Each replica applies the same sum of gradients, so the copies of the model stay equal."
 GUIDE = "https://www.tensorflow.org/guide/distributed_training"
 
 
@@ -544,7 +544,7 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     """A coordinator sends closures to workers, which read from and write to the servers."""
     servers = tuple(f"s{index}" for index in range(layout.servers))
     inner = (
-        Node("c", "coordinator", "coordinator", "the order of the steps"),
+        Node("c", "coordinator", "coordinator", "the steps that are not finished"),
         *(Node(name, "server", f"server {name[1:]}",
                "its part of the variables and of the optimizer's state")
           for name in servers),

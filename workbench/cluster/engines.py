@@ -329,7 +329,7 @@ class Engines:
         """Let the next restart ask for other hosts if the cluster has no host left."""
         hosted = self._ground.hosted
         if hosted is not None and hosted.is_over and not self._ground.broken:
-            self._ground.broken = "none of the cluster's hosts exists any more"
+            self._ground.broken = "the connections to all hosts of the cluster have ended"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
@@ -470,7 +470,8 @@ class Engines:
         """
         if not self._ground.forks:
             raise ClusterError(
-                "This cluster cannot continue after the notebook's kernel has ended.",
+                "The engines of this cluster end together with the notebook's kernel, so they "
+                "cannot be kept.",
                 seen=self._ground.why_not, code="WB-CLUSTER-008",
                 allowed="engines forked on this machine (--launcher local, on Linux)",
                 next_step="remove --keep, and save the training with --checkpoint",

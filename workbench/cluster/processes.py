@@ -143,7 +143,7 @@ def can_fork(framework: str = "torch") -> tuple[bool, str]:
     if asked == "off":
         return False, f"{FORK}=off is set"
     if not sys.platform.startswith("linux"):
-        return False, f"forking after imports is safe only on Linux, but this is {sys.platform}"
+        return False, f"forking after imports is safe only on Linux; this system is {sys.platform}"
     if not installed(framework):
         return False, f"{framework} is not installed"
     return True, ""
@@ -365,7 +365,7 @@ def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
     if memory.logged:
         return f"out of memory according to the system's log: {held}" if held else "out of memory"
     if memory.kills > 0:
-        words = "out of memory according to the system's counter of killed processes"
+        words = "out of memory, as the system's counter of out-of-memory kills shows"
         return f"{words}: {held}" if held else words
     if memory.total_bytes and held_bytes >= LIKELY_SHARE * memory.total_bytes:
         return f"perhaps out of memory: {held}"

@@ -119,7 +119,7 @@ class Recipe:
                     f"parameter of recipe {self.name or self.origin}",
                     name,
                     self.parameters,
-                    "the parameters are the arguments with a default value",
+                    "only arguments with a default value are parameters of a recipe",
                 )
             if not is_plain(value):
                 raise PlanError(
@@ -147,7 +147,8 @@ class Recipe:
                 next_step=(
                     "add an argument with a default value to the function"
                     if self.function
-                    else "write the recipe as a function: @wb.recipe above def name(lr=0.1): ..."
+                    else "write the recipe as a function: put @wb.recipe on the line above "
+                    "def name(lr=0.1):"
                 )
                 + "; or remove -p",
                 code="WB-PLAN-269",
@@ -194,8 +195,9 @@ class Recipe:
                 "The function uses variables of its enclosing function. These variables do not "
                 "exist on the engines.",
                 seen=", ".join(sorted(free)),
-                next_step="pass the variables as arguments of the function: with default values "
-                "if it is a recipe, otherwise with cluster.run(function, args=(...))",
+                next_step="make these variables arguments of the function; in a recipe, give each "
+                "argument a default value; otherwise, pass the values with "
+                "cluster.run(function, args=(...))",
                 code="WB-PLAN-036",
             )
         return Recipe(source=undecorated(source), origin=name, function=name, args=args)

@@ -125,8 +125,8 @@ def check(parameters: Mapping[str, Any]) -> None:
         raise PlanError(
             "`sparse` of recipe recommender must be true or false.",
             seen=sparse,
-            allowed="true: gradients contain only the rows that the batch used; false: "
-            "gradients contain all rows",
+            allowed="true: gradients contain only the table rows that the batch used; false: "
+            "gradients contain all table rows",
             next_step="use -p sparse=true or -p sparse=false",
             code="WB-PLAN-266",
         )

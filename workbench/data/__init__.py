@@ -1,7 +1,8 @@
 """Small data sets for lessons and tests; nothing is downloaded.
 
-Importing this module loads no framework. Each function returns a PyTorch data set, or with
-`arrays=True` (and always in a TensorFlow run) a tuple `(x, y)` of NumPy arrays.
+Importing this module loads no framework. The functions that are named after a data
+set return it as a PyTorch data set, or with `arrays=True` (and always in a TensorFlow run) as a
+tuple `(x, y)` of NumPy arrays.
 
     generated   how are the samples computed that no file holds
     torch_sets  the same data as PyTorch data sets
@@ -102,7 +103,8 @@ def _corpus() -> NDArray[np.int64]:
             "The data set `corpus` needs the source files of Python's standard library. This "
             "Python does not have these files.",
             seen=sysconfig.get_path("stdlib"),
-            next_step="use another data set, or a Python that has its *.py files in this folder",
+            next_step="use another data set, or install a Python that includes the *.py files of "
+            "its standard library",
             code="WB-DATA-006",
         )
     texts, size = [], 0
@@ -332,7 +334,7 @@ def payments(
 
     The branches of the bank differ. Their sizes are in proportion to 1, 1/2, 1/3, and so on. The
     share of fraud is 12 times as large in the last branch as in the first: with five branches it is
-    0.6 % to 7.7 % of the payments. Whether a payment is fraud is random, with a probability that
+    0.6 % to 7.5 % of the payments. Whether a payment is fraud is random, with a probability that
     depends only on x; `fraud_chance` returns this probability. So no model can have a lower
     expected loss than `fraud_chance`.
 
@@ -417,7 +419,7 @@ def _split(name: object) -> str:
         return str(name)
     guess = nearest(str(name), SPLITS)
     raise DataError(
-        "The data set does not have this split.",
+        "The data set has no split with this name.",
         seen=name,
         allowed=" or ".join(map(repr, SPLITS)),
         next_step=f"did you mean {guess!r}?" if guess else None,

@@ -203,8 +203,9 @@ class _Reader:
 
     def _instances(self, number: int, gpu: Any) -> list[Device]:
         found, why = [], (
-            "it has no MIG instance, and in this mode only instances can compute; an administrator "
-            "can create instances (nvidia-smi mig -cgi) or end the mode (nvidia-smi -mig 0)"
+            "it has no MIG instance. In this mode, only MIG instances can compute. An "
+            "administrator can create instances (nvidia-smi mig -cgi) or end the mode "
+            "(nvidia-smi -mig 0)"
         )  # fmt: skip
         parent = _text(self._nvml.nvmlDeviceGetUUID(gpu))
         for part in range(int(self._ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 7)):
@@ -273,8 +274,8 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
     numbers = re.fullmatch(r"[\d,\s]*", wanted) and chosen
     if numbers and not by_bus and len({one.name for one in found}) > 1:
         notes.append(
-            f"For CUDA_VISIBLE_DEVICES={wanted}, Workbench numbers the GPUs by their position on "
-            "the PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU. "
+            f"Workbench reads the numbers in CUDA_VISIBLE_DEVICES={wanted} as positions on the "
+            "PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU. "
             "This machine's GPUs are different models, so one number can mean two different GPUs. "
             "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that CUDA uses Workbench's numbers."
         )
@@ -326,7 +327,7 @@ def _amd(framework: str) -> tuple[list[Device], list[str]]:
             "pytorch.org/get-started shows the command that installs a torch with ROCm."
         ]
     if not found:
-        return [], _signs("rocm", framework, f"{KFD} lists none")
+        return [], _signs("rocm", framework, f"{KFD} lists no GPU")
     masks = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     allowed = limits.load()
     for wanted in (os.environ[name] for name in masks if name in os.environ):
@@ -429,7 +430,7 @@ def _signs(kind: str, framework: str, why: str) -> list[str]:
         sure = pattern.startswith("nvidia") or build is None
         if files and (sure or (build and (build.cuda if kind == "cuda" else build.hip))):
             return [
-                f"{files[0]} exists, but no GPU was found, so workers compute on the CPU: {why}. "
+                f"{files[0]} exists, but no GPU was found: {why}. So workers compute on the CPU. "
                 "Run nvidia-smi (for AMD: rocm-smi) to see what the driver finds."
             ]
     return []

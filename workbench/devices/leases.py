@@ -111,7 +111,7 @@ class Leases:
                     f"{lease.sharers} workers cannot share {lease.label}: its compute mode is "
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
-                    allowed=f"one worker for each GPU: at most {gpus}",
+                    allowed=f"at most -n {gpus}, so that each worker has its own GPU",
                     next_step=f"use -n {gpus} or --devices cpu; an administrator can allow "
                     "sharing: nvidia-smi -c 0",
                     code="WB-PLAN-161",
@@ -232,7 +232,7 @@ def choose(
             f"--devices {devices} requires GPUs, but no GPU can be used.",
             seen=devices,
             allowed="GPUs that the driver reports"
-            + " and CUDA_VISIBLE_DEVICES contains" * ("CUDA_VISIBLE_DEVICES" in os.environ)
+            + " and that CUDA_VISIBLE_DEVICES contains" * ("CUDA_VISIBLE_DEVICES" in os.environ)
             + _limit(),
             next_step=" ".join(found.notes or ["Run nvidia-smi to see what the driver finds."])
             + " Or train on the CPU with --devices cpu.",
@@ -248,19 +248,25 @@ def choose(
 def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ...]:
     known = {gpu.index: gpu for gpu in gpus}
     for position, index in enumerate(wanted):
-        if index not in known or index in wanted[:position]:
-            twice, visible = index in known, os.environ.get("CUDA_VISIBLE_DEVICES")
+        if index not in known:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise PlanError(
-                "--devices contains the same GPU twice."
-                if twice
-                else "--devices contains a GPU that this notebook cannot use.",
+                "--devices contains a GPU that this notebook cannot use.",
                 seen=index,
                 allowed=", ".join(map(str, known))
                 + (f" (positions in CUDA_VISIBLE_DEVICES={visible})" if visible else "")
                 + _limit(),
-                next_step=f"use {'each number only once' if twice else 'allowed numbers'}; or "
-                "remove --devices, so that Workbench chooses the GPUs",
+                next_step="use allowed numbers; or remove --devices, so that Workbench chooses the "
+                "GPUs",
                 code="WB-PLAN-024",
+            )
+        if index in wanted[:position]:
+            raise PlanError(
+                "--devices contains the same GPU twice.",
+                seen=",".join(map(str, wanted)),
+                next_step="use each number only once; or remove --devices, so that Workbench "
+                "chooses the GPUs",
+                code="WB-PLAN-344",
             )
     return tuple(known[index] for index in wanted)
 
@@ -521,7 +527,8 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
-            allowed="only these GPUs: an engine cannot change the GPUs that it has used"
+            allowed="only the GPUs that the engines have already used, because an engine cannot "
+            "change its GPUs"
             if bound
             else None,
             next_step="run %cluster restart to use other GPUs; all variables will be lost",

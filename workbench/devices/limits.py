@@ -103,7 +103,8 @@ class Limits:
         if (listen or elsewhere) and not self.hosts:
             flag = f"--launcher {launcher}" if elsewhere else f"--listen {listen}"
             raise PlanError(
-                "The administrator does not allow engines on other hosts.",
+                "The administrator does not allow engines on other hosts"
+                + ("." if elsewhere else ", so --listen cannot be used."),
                 seen=flag,
                 allowed=f"engines on this machine ({self.sources.get('hosts')})",
                 next_step=f"remove {flag.split()[0]}",
@@ -325,7 +326,7 @@ def listening(listen: str) -> str:
         return ""
     if listen in EVERY:
         raise PlanError(
-            "Workbench listens on one address, never on all addresses of a machine.",
+            "--listen needs one address, but this value means all addresses of this machine.",
             seen=listen,
             allowed=_choices(here),
             next_step="give the network that connects the machines, for example "

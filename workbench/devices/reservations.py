@@ -164,7 +164,7 @@ def trouble() -> str:
     return (
         f"Workbench cannot reserve GPUs, because {_path()} is not a folder that every user can "
         "write to (mode 1777). So another notebook can use the GPUs of this notebook at the same "
-        "time. An administrator can create this folder."
+        "time. An administrator can create this folder or correct its mode."
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from .report import Report
 
 ABOUT = """\
-Checks whether Workbench can run on this machine. A line begins with the result of a check: ok,
-warn, FAIL, or "not known" if the check is not possible here. A line that begins with "next:" says
-what you can do about the result above it.
+Checks whether Workbench can run on this machine. Each check prints a line that begins with its
+result: ok, warn, FAIL, or "not known" (the check is not possible here). A line that begins with
+"next:" says what you can do about the result above it.
 Exit status: 0 if no check failed (there can be warnings), 1 if a check failed."""
 
 
@@ -36,7 +36,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add("--listen", metavar="WHERE", default="",
         help="with --on: address, interface or network on which the notebook listens")  # fmt: skip
     add("--gpu-test", action="store_true",
-        help="test with real engines for ten minutes and write a report")  # fmt: skip
+        help="test whether Workbench works on this machine's GPUs, and write a report")  # fmt: skip
     add("--on-cpu", action="store_true", help="with --gpu-test: use engines without a GPU")
     add("--quick", action="store_true", help="with --gpu-test: run a shorter test")
     add("--only", metavar="STAGE[,STAGE]", default="",
@@ -101,7 +101,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
     gpus_here = 0 if given.on_cpu else gpus.count() if given.gpus is None else given.gpus
     device = given.device or ("cuda" if gpus_here else "cpu")
     if not given.on_cpu and not gpus_here and not given.device:
-        print("No GPU was found, so all stages run on CPU engines (as with --on-cpu).",
+        print("No GPU was found, so no engine uses a GPU (as with --on-cpu).",
               file=sys.stderr)  # fmt: skip
     stages = gpus.STAGES
     only = tuple(name for name in given.only.split(",") if name)

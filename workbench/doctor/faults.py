@@ -85,7 +85,8 @@ def _on(child: Child, place: Place) -> None:
         for fault in FAULTS:
             if child.asked["quick"] and fault.name not in QUICK:
                 continue
-            id, what = f"faults.{slug(place)}.{fault.name}", f"{place.title}: {fault.title}"
+            id = f"faults.{slug(place)}.{fault.name}"
+            what = f"{place.title}, fault test: {fault.title}"
             if fault.kinds and place.devices not in fault.kinds:
                 child.say("unknown", id, what, f"needs {', '.join(fault.kinds)}")
                 continue
@@ -120,14 +121,14 @@ def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
     wrong = (
         []
         if prompt_s < PROMPT_S
-        else [f"the cell ended after {prompt_s:.1f} s, but the limit is {PROMPT_S:g} s"]
+        else [f"the cell needed {prompt_s:.1f} s to end, but the limit is {PROMPT_S:g} s"]
     )
     if fault.words and fault.words.lower() not in str(error).lower():
         said = f"the error does not contain {fault.words!r}: {str(error)[:200]}"
         wrong.append("the cell ended without an error" if error is None else said)
     wrong += _after(cluster, fault, before)
     figures = {"prompt_s": round(prompt_s, 2)}
-    found = f"the cell ended after {prompt_s:.1f} s"
+    found = f"the cell needed {prompt_s:.1f} s to end"
     if not wrong:
         found += ", and the results of the next cell were correct"
     return found, "; ".join(wrong), figures

@@ -153,8 +153,8 @@ def _said(probe: Probe, ended: children.Ended | None, gpus: int) -> list[Line]:
             status, found, step = "warn", *_slow(ended)
         elif ended.late:
             status, found = "fail", f"hangs: no answer within {ended.seconds:.0f} s"
-            step = f"{probe.step}; `stacks` in the output of `workbench doctor --json` "
-            step += "says where the check hangs"
+            step = f"{probe.step}; `workbench doctor --json` shows under `stacks` where the check "
+            step += "hangs"
             stacks = _stacks(ended.tail, 100)
         elif ended.status:
             status, found = "fail", f"the check crashed: {_last(ended.tail)}"
@@ -249,7 +249,7 @@ def runtime(
     wants = [int(part) for part in str(build["cuda"]).split(".")[:2]]
     has = [int(part) for part in nvml.get("cuda_driver", [0, 0])]
     said = (
-        f"torch {build['version']} for CUDA {build['cuda']}; "
+        f"torch {build['version']} is built for CUDA {build['cuda']}; "
         f"the driver supports CUDA up to {has[0]}.{has[1]}"
     )
     if has[0] < wants[0]:
@@ -318,8 +318,9 @@ def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if not cut:
         return "ok", "off", ""
     return "warn", f"on for GPU {', '.join(map(str, cut))}", (
-        "to use an instance, train with one worker; NCCL cannot connect instances, so with "
-        "--devices auto several workers use the CPU (docs/gpus.md)"
+        "to use a MIG instance, train with one worker, or use --devices cuda; with --devices auto, "
+        "several workers use other GPUs or the CPU, because NCCL cannot connect MIG instances "
+        "(docs/gpus.md)"
     )  # fmt: skip
 
 
@@ -399,7 +400,7 @@ def iommu(
     """Check for an IOMMU between the GPUs, which can corrupt their copies."""
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
-        return "ok", "none" if not on else "on; with one GPU nothing is copied between GPUs", ""
+        return "ok", "none" if not on else "on, but no two GPUs that copy to each other", ""
     return "warn", "on: copies between this machine's GPUs can be wrong", (
         "if the check of copies between GPUs fails, turn off ACS or the IOMMU, or "
         "export NCCL_P2P_DISABLE=1"
@@ -453,11 +454,11 @@ class Stage:
 STAGES: tuple[Stage, ...] = (
     Stage("surroundings", "what is installed, and what the driver reports", 45, True, 30, ()),
     Stage("devices", "each device gives the same results as the CPU", 45, True, 30, ("torch",)),
-    Stage("group", "two processes do an all-reduce, without Workbench", 45, True, 30, ("torch",)),
-    Stage("collectives", "collectives in cells, of tensors on the CPU and on devices", 60, True),
-    Stage("strategies", "each strategy compared with one device", 120, True),
+    Stage("group", "an all-reduce without Workbench gives the right sum", 45, True, 30, ("torch",)),
+    Stage("collectives", "cells run collectives with tensors on the CPU and on devices", 60, True),
+    Stage("strategies", "each strategy trains correctly", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
-    Stage("telemetry", "the measurements show the injected delays", 60, module=TRIALS_MODULE),
+    Stage("telemetry", "Workbench measures delays that the test adds", 60, module=TRIALS_MODULE),
     Stage("memory", "memory is freed", 40, module=TRIALS_MODULE),
     Stage(
         "speed", "speed compared with torchrun, time to the first step", 75, module=TRIALS_MODULE
@@ -471,7 +472,7 @@ STAGES: tuple[Stage, ...] = (
         75,
         module=TRIALS_MODULE,
     ),
-    Stage("labs", "cells of the first labs", 90, module=TRIALS_MODULE),
+    Stage("labs", "cells of labs 1 and 2", 90, module=TRIALS_MODULE),
 )
 
 

@@ -391,8 +391,9 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
     range_of = f"within {ports[0]}-{ports[1]}" if ports else "any port"
     return [
         Line("hosts.engines", "ok", "where engines would listen",
-             f"{where}, on any ports. The rendezvous store listens on one port of {store.name} "
-             f"({range_of}). TensorFlow's servers listen on all interfaces of their hosts", SEE),
+             f"{where}, on any ports. The rendezvous store, through which workers find each "
+             f"other, listens on one port of {store.name} ({range_of}). TensorFlow's servers "
+             "listen on all interfaces of their hosts", SEE),
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, and ZeroMQ with CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
@@ -615,9 +616,12 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
                                   "own machine, because its engines need no ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both have the name {a.facts['hostname']}",
-                                  "gloo uses host names: give each host its own name"))  # fmt: skip
+                                  "give each host its own name: some programs cannot tell hosts "
+                                  "with equal names apart"))  # fmt: skip
             else:
-                words = "yes: two containers on one Linux kernel, each with its own network"
-                words = words if same_boot else "yes"
-                lines.append(Line(id, "ok", what, words))
+                alike = (
+                    "no, they are two containers on one machine; this is no problem, because each "
+                    "has its own network"
+                )
+                lines.append(Line(id, "ok", what, alike if same_boot else "yes"))
     return lines

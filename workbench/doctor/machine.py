@@ -127,7 +127,7 @@ def frameworks(found: dict[str, str | None] | None = None) -> Found:
         return "fail", "; ".join(old), "install a newer version", dict(have)
     if not any(have.values()):
         return "fail", "neither torch nor tensorflow is installed", (
-            "pytorch.org/get-started has the command that installs torch for your driver"
+            "install torch with the command that pytorch.org/get-started shows for your system"
         ), dict(have)  # fmt: skip
     words = [f"{name} {one}" if one else f"no {name}" for name, one in have.items()]
     return "ok", ", ".join(words), "", dict(have)
@@ -202,13 +202,13 @@ def shm(folder: Path = Path("/dev/shm")) -> Found:
     found = f"{usage.free / GB:.2f} of {usage.total / GB:.2f} GB are free"
     figures = {"free_bytes": usage.free, "total_bytes": usage.total}
     step = (
-        "in a container, use docker run --shm-size=8g (Kubernetes: an emptyDir with `medium: "
-        f"Memory`); otherwise delete files in {folder}"
+        "in Docker: docker run --shm-size=8g; in Kubernetes: mount an emptyDir with `medium: "
+        f"Memory` at {folder}; without a container: delete files in {folder}"
     )
     if not os.access(folder, os.W_OK):
         return "fail", f"{folder} is not writable", f"run chmod 1777 {folder} as root", figures
     if usage.free < SHM_BYTES:
-        return "warn", f"{found}: DataLoader workers and NCCL need more", step, figures
+        return "warn", f"{found}: a DataLoader's processes and NCCL may need more", step, figures
     return "ok", found, "", figures
 
 
@@ -256,8 +256,9 @@ def memlock() -> Found:
     if infiniband and soft != resource.RLIM_INFINITY:
         return (
             "warn",
-            f"{words}, and this machine has InfiniBand",
-            "run `ulimit -l unlimited`; otherwise NCCL cannot use InfiniBand",
+            f"{words}; this machine's InfiniBand needs `unlimited`",
+            "run `ulimit -l unlimited` before you start JupyterLab; otherwise NCCL cannot use "
+            "InfiniBand",
             figures,
         )
     return "ok", words, "", figures
@@ -326,7 +327,10 @@ def fork() -> Found:
 def temporary(folder: Path | None = None) -> Found:
     """Check whether the temporary folder can be used, and its path is short enough for sockets."""
     folder = folder or Path(tempfile.gettempdir())
-    step = "export TMPDIR=/another/folder: one with a short path and free space"
+    step = (
+        "run `export TMPDIR=/another/folder` before you start JupyterLab; this folder must have a "
+        "short path and free space"
+    )
     status, found, figures = _place(folder)
     if status == "ok" and len(str(folder)) + UNDER_TMP > SOCKET_PATH:
         return "fail", f"{folder}: this path is too long for sockets", step, figures
@@ -389,7 +393,8 @@ def clock(source: str | None = None) -> Found:
         return (
             "warn",
             found,
-            "use the clock source tsc or kvm-clock: reading a slow clock makes short steps longer",
+            f"as root, write tsc or kvm-clock into {CLOCK}: reading a slow clock makes short steps "
+            "longer",
             figures,
         )
     return "ok", found, "", figures

@@ -138,7 +138,8 @@ def _matmul(child: Child, torch: Any, gpus: int) -> None:
     with child.trying(
         "gpu.matmul",
         what,
-        "run CUDA_LAUNCH_BLOCKING=1 workbench doctor; look for Xid errors in `dmesg`",
+        "run `CUDA_LAUNCH_BLOCKING=1 workbench doctor` to see the operation that fails; look for "
+        "the driver's Xid errors in `dmesg`",
     ):
         worst = {i: compute(torch, f"cuda:{i}")[0] for i in range(gpus)}
         wrong = [
@@ -148,7 +149,7 @@ def _matmul(child: Child, torch: Any, gpus: int) -> None:
         ]
         if wrong:
             child.say("fail", "gpu.matmul", what, "; ".join(wrong),
-                      "set CUDA_VISIBLE_DEVICES to the other GPUs")  # fmt: skip
+                      "set CUDA_VISIBLE_DEVICES to GPUs with correct results")  # fmt: skip
         else:
             child.say("ok", "gpu.matmul", what,
                       f"{gpus} of {gpus} GPUs give the same results as the CPU",
@@ -197,8 +198,8 @@ def _copies(child: Child, torch: Any, gpus: int) -> None:
                       f"copies between these GPUs are wrong: {', '.join(wrong)}",
                       "turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1")  # fmt: skip
         else:
-            child.say("ok", "gpu.p2p", what, f"correct, {direct} of {pairs} pairs copy directly, "
-                      f"{min(rates):.1f} to {max(rates):.1f} GB/s",
+            child.say("ok", "gpu.p2p", what, f"correct; {direct} of {pairs} pairs of GPUs copy "
+                      f"directly; {min(rates):.1f} to {max(rates):.1f} GB/s",
                       direct=direct, pairs=pairs)  # fmt: skip
 
 
@@ -422,7 +423,8 @@ def _contexts(child: Child, pids: list[int]) -> None:
             return
         many = [i for i, here in on_gpu.items() if len(set(pids) & set(here)) > 1]
         child.say("fail" if many else "ok", "gpu.contexts", what,
-                  f"both ranks are on GPU {many}" if many else "one process per GPU")  # fmt: skip
+                  f"both ranks are on GPU {', '.join(map(str, many))}" if many
+                  else "one process per GPU")  # fmt: skip
 
 
 # -- frameworks and engines ------------------------------------------------------------------------
@@ -452,8 +454,8 @@ def tensorflow(child: Child) -> None:
         used = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
         good = off < 1.0 and used < 1 << 30  # TF32 can round products of 512 terms
         child.say("ok" if good else "warn", "gpu.tensorflow", what,
-                  f"GPUs: {len(gpus)}, {used / 1e6:.0f} MB used, results differ by {off:.1e} from "
-                  "those of the CPU",
+                  f"number of GPUs: {len(gpus)}; {used / 1e6:.0f} MB used; results differ by "
+                  f"{off:.1e} from those of the CPU",
                   used_bytes=used)  # fmt: skip
 
 
@@ -489,7 +491,8 @@ def warm(child: Child) -> None:
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked process cannot compute: {answer}",
-                  "find the module that uses the GPU or starts threads when it is imported",
+                  "`python -X importtime -c 'import torch'` lists the imported modules: find the "
+                  "module that uses the GPU or starts threads",
                   **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what,
@@ -505,7 +508,7 @@ def cluster(child: Child) -> None:
     """Measure the time until two engines have done an all-reduce in a cell."""
     what = "two engines start and do an all-reduce"
     with child.trying(
-        "machine.cluster", what, "run `workbench ps`, and read the log in the error message"
+        "machine.cluster", what, "run `workbench ps`, and read the log that the error names"
     ):
         from ..session.cluster import Cluster
 
@@ -525,7 +528,8 @@ def cluster(child: Child) -> None:
             total_s = time.perf_counter() - began
             right = all(float(x[0]) == 2.0 for x in sums)
             child.say("ok" if right else "fail", "machine.cluster", what,
-                      f"{ready_s:.1f} s to start, first cell done after {total_s:.1f} s"
+                      f"{ready_s:.1f} s until the engines are ready, {total_s:.1f} s until the "
+                      "first cell has ended"
                       if right else f"wrong sums: {sums}",
                       start_s=round(ready_s, 2), first_cell_s=round(total_s, 2))  # fmt: skip
         finally:

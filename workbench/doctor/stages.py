@@ -143,7 +143,7 @@ def devices(child: Child) -> None:
             child.say(
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
                 f"matrix products and convolutions on {title}",
-                f"results differ from those of the CPU by at most {worst:.1e}; the computation "
+                f"largest relative difference from the CPU's results: {worst:.1e}; the computation "
                 f"took {seconds:.2f} s, including the start of the device",
                 difference=worst,
             )  # fmt: skip
@@ -399,8 +399,9 @@ def _compare(child: Child, id: str, what: str, run: Any, wanted: Any, seconds: f
 
     if wanted is None:
         first, last = losses_of(run)
-        child.say("ok" if last < first else "fail", id, what,
-                  f"loss from {first:.3f} to {last:.3f}; the run took {seconds:.1f} s")  # fmt: skip
+        fell = "fell" if last < first else "did not fall:"
+        child.say("ok" if last < first else "fail", id, what, f"the loss {fell} from {first:.3f} "
+                  f"to {last:.3f}; the run took {seconds:.1f} s")  # fmt: skip
         return
     got = run.weights()
     worst = max(float(np.abs(got[name] - wanted[name]).max()) for name in wanted)

@@ -64,7 +64,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
               f"{wait_ms:.2f} ms in a step of {quiet['step_s'][0]:.2f} ms",
               wait_ms=wait_ms)  # fmt: skip
     for where in ("forward",) if child.asked["quick"] else ("data", "forward", "backward"):
-        with child.trying(f"{id}.{where}", f"{what}rank 1 is 50 ms slower in `{where}`"):
+        with child.trying(f"{id}.{where}", f"{what}50 ms of delay added on rank 1 in `{where}`"):
             seen = measured(f"slow=1:{FAULT_MS:.0f}ms/{where}")
             wait = seen["sync_wait_s"][0] - quiet["sync_wait_s"][0]
             part = "data_wait_s" if where == "data" else "compute_s"
@@ -74,17 +74,17 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
                 abs(wait - FAULT_MS) < near and abs(own - FAULT_MS) < near and seen["blamed"] > 0.9
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
-                      f"{what}rank 1 is 50 ms slower in `{where}`",
+                      f"{what}50 ms of delay added on rank 1 in `{where}`",
                       f"rank 0 waits {wait:.1f} ms longer, rank 1 itself takes {own:.1f} ms "
                       f"longer, rank 1 is the straggler in {seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
     if not child.asked["quick"]:
-        with child.trying(f"{id}.link", f"{what}20 ms added on every link"):
+        with child.trying(f"{id}.link", f"{what}20 ms of delay added on every link"):
             seen = measured("latency=20ms")
             more = seen["step_s"][0] - quiet["step_s"][0]
             moved = seen["transfer_s"][0] - quiet["transfer_s"][0]
             child.say("ok" if more > 15 and moved > 0.5 * more else "fail", f"{id}.link",
-                      f"{what}20 ms added on every link",
+                      f"{what}20 ms of delay added on every link",
                       f"a step takes {more:.1f} ms longer, a transfer {moved:.1f} ms longer",
                       step_ms=more, transfer_ms=moved)  # fmt: skip
 
@@ -234,12 +234,14 @@ def memory(child: Child) -> None:
             before = [one.rss / 1e6 for one in idle]
             more = max(b - a for a, b in zip(before, rss, strict=True))
             child.say("ok" if more < 128 else "fail", "memory.free", what,
-                      f"after it, the engine uses {more:.0f} MB more than when it was idle",
+                      f"after `%cluster free`, the largest increase since the engine was idle is "
+                      f"{more:.0f} MB",
                       more_mb=round(more, 1))  # fmt: skip
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)
         child.say("ok" if left < 32 << 20 else "fail", "memory.free", what,
-                  f"the engine still reserves {left >> 20} MB",
+                  f"after `%cluster free`, the engine with the most reserved memory reserves "
+                  f"{left >> 20} MB (less than 32 MB is required)",
                   reserved_bytes=left)  # fmt: skip
         grown = {i: (now[i] - used.get(i, 0)) >> 20 for i in now}
         child.say("ok", "memory.gpu", "memory of engines on each GPU", f"{grown} MB",
@@ -273,7 +275,7 @@ def refusals(child: Child) -> None:
     if device == "cpu" and not gpus:
         asks["GPUs on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
     for what, ask in asks.items():
-        id = f"refusals.{what.replace(' ', '_')}"
+        id, what = f"refusals.{what.replace(' ', '_')}", f"Workbench refuses {what}"
         began = time.perf_counter()
         try:
             ask().stop()
@@ -340,11 +342,13 @@ def tensorflow(child: Child) -> None:
             first, last = losses_of(run)
             fell = last < first
             child.say("ok" if fell else "fail", id, what,
-                      f"loss from {first:.2f} to {last:.2f}")  # fmt: skip
+                      f"the loss {'fell' if fell else 'did not fall:'} from {first:.2f} to "
+                      f"{last:.2f}")  # fmt: skip
         found = cell(cluster, "import torch\nfound = float(torch.ones(2, device=device).sum())",
                      3 * STEP_S, framework="torch")  # fmt: skip
         child.say("ok" if set(found.values()) == {2.0} else "fail", "tensorflow.then_torch",
-                  "PyTorch after TensorFlow, in the same cluster", str(found))  # fmt: skip
+                  "PyTorch computes after TensorFlow, in the same cluster",
+                  "right" if set(found.values()) == {2.0} else f"wrong: {found}")  # fmt: skip
 
 
 # -- speed -----------------------------------------------------------------------------------------
@@ -433,8 +437,8 @@ def speed(child: Child) -> None:
             cluster.run(train, (1,), strategy="mirrored", workers=place.workers).wait(2 * STEP_S)
             first_s = time.perf_counter() - began
             child.say("ok" if first_s < 30 else "warn", "speed.first_step",
-                      f"{place.title}: from start to the first step",
-                      f"{first_s:.1f} s in all; the engines' start took {start_s:.1f} s",
+                      f"{place.title}: time until the first step is done",
+                      f"{first_s:.1f} s in all, of which the engines' start took {start_s:.1f} s",
                       start_s=round(start_s, 2), first_step_s=round(first_s, 2))  # fmt: skip
             script = Path(folder) / "plain.py"
             threads = max(1, (os.cpu_count() or 1) // place.workers)
@@ -450,7 +454,8 @@ def speed(child: Child) -> None:
         # only a figure.
         status: Any = "ok" if not gpu or ratio >= 0.97 else "warn"
         child.say(status, "speed.mirrored", f"{place.title}: `mirrored` and torchrun's DDP",
-                  f"{statistics.median(ours):.0f} steps/s, {ratio:.3f} times the rate of torchrun",
+                  f"{statistics.median(ours):.0f} steps/s, {ratio:.3f} times as many as with "
+                  "torchrun",
                   ratio=round(ratio, 4), ours=ours, theirs=theirs)  # fmt: skip
 
 

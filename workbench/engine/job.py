@@ -102,8 +102,8 @@ class Conductor:
                 seen=f"exit status {status}"
                 if status is not None
                 else f"no message within {CONDUCT_S} s",
-                next_step="read the messages of this process above, and check that Workbench is "
-                "installed completely",
+                next_step="read the messages of this process above; if a module is missing, "
+                "install Workbench again",
                 code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]
@@ -310,7 +310,7 @@ def _take_part(path: Path, job: About) -> bool:
             "The job needs a different number of processes.",
             seen=f"processes: {where.world_size}",
             allowed=f"processes: {wanted} ({_launch_words(job['launch'])})",
-            next_step="start as many processes as allowed; on one host, "
+            next_step=f"start {wanted} process{'' if wanted == 1 else 'es'}; on one host, "
             f"workbench run {path.parent} does so",
             code="WB-PLAN-196",
         )

@@ -332,7 +332,7 @@ def meeting_of(where: Surroundings) -> Meeting:
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same key in each process, with at least {LEAST_KEY} characters",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
-            "once, and pass the key to all processes; `workbench run DIR` does so automatically",
+            "once, and pass this key to all processes; `workbench run DIR` does both automatically",
             code="WB-PLAN-192",
         )
     if where.world_size == 1:

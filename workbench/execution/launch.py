@@ -184,8 +184,8 @@ class RunExecution:
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
         if names := sorted({name for one in missing.values() for name in one}):
             self.run.note(
-                "The new engines did not receive the values of these names, because they are too "
-                f"large or cannot be copied: {', '.join(names)}. If the run fails with a "
+                "Some variables of earlier cells are too large or cannot be copied, so the new "
+                f"engines did not receive them: {', '.join(names)}. If the run fails with a "
                 "NameError, define the missing name in the run's cell."
             )
 
@@ -212,13 +212,13 @@ class RunExecution:
             RunError: There is no free GPU for them.
         """
         run, pool, framework = self.run, self.pool, self.plan.framework
-        assert run.task is not None, "the caller belongs to the run's cell"
+        assert run.task is not None, "internal error: the run has not begun"
         wanted = len(run.members) + count
         plan = replace(self.plan, workers=wanted)
         if pool.lease(wanted, plan).backend != self.leases.backend:
             raise RunError(
                 "There is no GPU for another worker, and the run's workers cannot share a GPU.",
-                seen=f"{wanted} workers wanted; the run has {len(run.members)}",
+                seen=f"workers in the run: {len(run.members)}, wanted: {wanted}",
                 next_step="run %cluster free in another notebook that uses GPUs; or stop the run, "
                 "and use CPUs in the next run: %cluster start --devices cpu",
                 code="WB-RUN-144",

@@ -275,9 +275,9 @@ class CellEnd:
         if not missed or there is None:
             return None
         return (
-            "define the name in a %%distributed cell without a strategy: such a cell runs on all "
-            "engines, but some strategies run a cell on one engine only. Or run this cell only on "
-            f"an engine that has the name: %%rank {there}"
+            "define the name in a %%distributed cell without a strategy. A cell without a strategy "
+            "runs on all engines; under some strategies, a cell runs on one engine only. Or run "
+            f"this cell only on an engine that has the name: %%rank {there}"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -351,7 +351,7 @@ _TRAINS = {
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery of a run after a death.
+    """One recovery of a run after a death, or after a warning that stopped all workers.
 
     Attributes:
         engines: The engines that died.
@@ -432,7 +432,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
         )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
-            "The cell's own loop did not load the initial weights, so it started from new weights.",
+            "The cell's own loop did not load the initial weights, so the training started from "
+            "new weights.",
             seen=f"--init-from {run.plan.init_from}",
             allowed="wb.fit or model.fit"
             if run.plan.framework == "tensorflow"
@@ -499,7 +500,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
     rest = "; no other run failed" if len(refused) < len(runs) else ""
     if not all(run.error is not None and is_refusal(run.error) for run in refused):
         return RunError(
-            f"{len(refused)} of {len(runs)} runs failed{rest}.",
+            f"{len(refused)} of {len(runs)} runs failed.",
             seen="; ".join(
                 f"{run.name}: {str(run.error).partition(chr(10))[0]}" for run in refused
             ),
@@ -511,8 +512,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         f"In {len(refused)} of {len(runs)} runs, the strategy cannot train this cell's model"
         f"{rest}.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
-        next_step=f"remove {'this strategy' if len(reasons) == 1 else 'these strategies'}, or "
-        "change the cell",
+        next_step=f"remove {'this strategy' if len(reasons) == 1 else 'these strategies'} "
+        "from the cell's first line, or change the cell",
         code="WB-RUN-097",
     )
 
@@ -570,9 +571,9 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
         f"At the end of the cell, the model on {who} differs from the other copies, because the "
-        "cell changed the model on some ranks only. Workbench keeps rank 0's copy. If you change "
-        "the model, for example by loading its best weights, do this on every rank, or on rank 0 "
-        "after the run."
+        "cell did not change all copies in the same way. Workbench keeps rank 0's copy. If you "
+        "change the model, for example by loading its best weights, make the same change on every "
+        "rank, or make it on rank 0 after the run."
     ]
 
 
@@ -588,22 +589,19 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
 
 def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     """Return the note about the recovery and its cost."""
-    text = f"{done.how}. "
+    text = f"{done.how}. {done.seconds:.1f} s later, the run was started again with "
     if on_failure == "continue":
-        workers = f"{done.workers} worker{'s' if done.workers > 1 else ''}"
-        text += f"After {done.seconds:.1f} s, the run was started again with {workers}"
+        text += f"{done.workers} worker{'s' if done.workers > 1 else ''}"
     elif len(done.engines) > 1:
-        text += "New engines replaced the lost ones. "
-        text += f"After {done.seconds:.1f} s, the run was started again"
+        text += "new engines instead of the lost ones"
     else:
-        text += "A new engine replaced the lost one. "
-        text += f"After {done.seconds:.1f} s, the run was started again"
+        text += "a new engine instead of the lost one"
     if not saved:
-        text += " from the first step"
+        text += ", from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":
-        text += f" from step {done.step}, with the state of the worker that had done the most steps"
+        text += f", from step {done.step} (the state of the worker that had done the most steps)"
     else:
-        text += f" from the checkpoint of step {done.step}"
+        text += f", from the checkpoint of step {done.step}"
     text += "; "
     if done.lost_steps == 0:
         return text + "no step is lost."

@@ -415,9 +415,9 @@ class Prompt:
         words, others = line.split(), [e for e in self._paused.stops if e != engine]
         if not reply.paused and others and words and words[0] not in GO_ON:
             write_out(
-                f"(rank {engine} runs again and has not paused yet. Perhaps it waits in a "
-                f"collective for the paused rank{'s' if len(others) > 1 else ''} {ranges(others)}; "
-                f"`all {line}` sends `{line}` to all paused ranks)\n"
+                f"(rank {engine} runs again and has not paused yet. Perhaps rank {engine} waits in "
+                f"a collective for the paused rank{'s' if len(others) > 1 else ''} "
+                f"{ranges(others)}; `all {line}` sends `{line}` to all paused ranks)\n"
             )
 
     def _tell(self, engine: int, line: str) -> Reply:

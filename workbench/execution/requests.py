@@ -295,7 +295,10 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = f"put the contents of {name} into arrays or lists in a %%distributed cell; %pull these"
+    parts = (
+        f"put the contents of {name} into arrays or lists in a %%distributed cell, then %pull "
+        "these arrays or lists"
+    )
     if parcel.parts:
         parts = f"run `parts = {parcel.parts}` in a %%distributed cell, then %pull parts"
     if unread.lacks and unread.module == "__main__":
@@ -307,7 +310,7 @@ def _why(unread: Unread, name: str) -> dict[str, Any]:
     if unread.lacks:
         return {
             "seen": f"the notebook has no {unread.module}.{unread.lacks}",
-            "allowed": "objects of modules that the notebook can import",
+            "allowed": "objects whose class the notebook can import",
             "next_step": f"make {unread.module} importable in the notebook, or {parts}",
         }
     if parcel.remade:
@@ -460,11 +463,11 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
     seen = [f"{one.host or one.address}: {why[one.id]}" for one in far.values() if why[one.id]]
     if seen:
         raise PlanError(
-            "At least one host of the run does not have the notebook's checkpoint folder.",
+            "At least one host of the run cannot use the notebook's checkpoint folder.",
             seen=f"{folder} ({'; '.join(sorted(seen))})",
-            allowed="a folder on a disk shared by the notebook's machine and all hosts of the run",
-            next_step="use --checkpoint with a shared folder (on many clusters: the home folder or "
-            "scratch); if there is no shared disk, remove --checkpoint",
+            allowed="a folder that the notebook's machine and all hosts of the run share",
+            next_step="use --checkpoint with a shared folder (often the home folder is shared); if "
+            "no folder is shared, remove --checkpoint",
             code="WB-PLAN-188",
         )
 
@@ -547,9 +550,10 @@ class FarFiles:
                 told["resume_name"] = run.resume_from
         except (ClusterError, OSError) as error:
             step = (
-                f"if the disk is full, free some space in {host.facts.folder} on {host.name}, or "
-                "choose another folder: %cluster start --setup 'export TMPDIR=...'; or save the "
-                "files on a shared disk, because Workbench does not need to send such files"
+                f"if the disk of {host.name} is full, free some space in {host.facts.folder}, or "
+                "start the cluster with another folder: %cluster start --setup 'export "
+                "TMPDIR=...'; or save weights and checkpoints in a folder that the notebook's "
+                f"machine and {host.name} share: Workbench does not send files of such a folder"
             )
             raise RunError(
                 f"The run's initial weights or checkpoint could not be sent to {host.name}.",

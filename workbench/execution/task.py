@@ -218,7 +218,7 @@ class Task:
             outcome = replace(
                 outcome,
                 failed_of=self._shown_by(call.engine),
-                ended=f"killed, because it did not answer an interrupt for {self._kill_s:g} s",
+                ended=f"killed, because it did not react to an interrupt within {self._kill_s:g} s",
             )
         if outcome.ename == "ModuleNotFoundError":
             host = self.engines.host_of(call.engine)

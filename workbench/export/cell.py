@@ -206,7 +206,8 @@ def check_cell(
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
             allowed="files that are sent with the job, because the job does not run in the "
             "notebook's folder",
-            next_step=f"use files={given!r}, or an absolute path that exists where the job runs",
+            next_step=f"pass files={given!r} to the call that writes the job (wb.job, run.to_job "
+            "or wb.submit), or use an absolute path that exists where the job runs",
             code="WB-PLAN-206",
         )
     return lost
@@ -231,8 +232,9 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if isinstance(module, str) and module not in ("__main__", "builtins") and called:
         return f"from {module} import {called}{'' if called == name else f' as {name}'}"
     if callable(value) and called:
-        return f"copy the definition of {name} from the other cell into this cell"
-    return f"write {name} = ... in the cell (in the notebook it is of type {type(value).__name__})"
+        return f"copy the definition of {name} into the cell"
+    kind = type(value).__name__
+    return f"write {name} = ... in the cell (in the notebook, {name} has the type {kind})"
 
 
 def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:

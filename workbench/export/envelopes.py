@@ -87,8 +87,8 @@ class Resources:
         time_s: Time limit of the job in seconds; None: the platform's limit.
         partition, account, qos: Slurm's.
         image: Container image.
-        installed: Whether the image has all packages, so nothing is installed there. namespace,
-        service_account: For Kubernetes; Vertex AI also uses the service account.
+        installed: Whether the image has all packages, so nothing is installed there.
+        namespace, service_account: For Kubernetes; Vertex AI also uses the service account.
         region: Where: SkyPilot's `infra`, such as `aws/us-east-1`.
         instance_type: The cloud's name for a kind of machine.
         accelerator: The platform's name for a kind of GPU.
@@ -332,7 +332,7 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
         servers = f" (servers: {job.servers})" if job.servers else ""
         per_node = f", workers_per_node={resources.workers_per_node}"
         raise PlanError(
-            f"The nodes must share the job's {job.processes} processes{servers} equally.",
+            f"Each node must run the same number of the job's {job.processes} processes{servers}.",
             seen=f"nodes={resources.nodes}" + (per_node if resources.workers_per_node else ""),
             allowed="nodes x workers_per_node: "
             + ", ".join(f"{n} x {job.processes // n}" for n in fit[:12]),
@@ -509,7 +509,7 @@ def _of_kubernetes(
                 f"This form of a secret is not valid for `{kind}`.",
                 seen=secret,
                 allowed="SECRET:KEY, which sets the environment variable KEY"
-                + ("" if kind == "trainjob" else "; or SECRET, which sets a variable per key"),
+                + ("" if kind == "trainjob" else "; or SECRET, which sets a variable for each key"),
                 next_step="write SECRET:KEY (a Secret's name and one of its keys), never the value",
                 code="WB-PLAN-232",
             )
@@ -614,7 +614,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
     if sum(sizes.values()) > MAP_BYTES or all_bytes > MOST_MAP_BYTES:
         largest = {**sizes, **{name: len(data) for name, data in parts}}
         raise PlanError(
-            "The job's files are too large for ConfigMaps, which bring them to the pods.",
+            "The job's files are too large for ConfigMaps, which bring the files to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'; "

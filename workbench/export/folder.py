@@ -277,7 +277,7 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
             "The job needs the weights of the run in --init-from, but Workbench does not know the "
             "folder of this run.",
             seen=f"--init-from {plan.init_from}",
-            allowed="the folder of this run, given as `initial`",
+            allowed="the folder of this run, as the argument `initial`",
             next_step="use write_job(..., initial=run.folder), or remove --init-from",
             code="WB-PLAN-209",
         )
@@ -312,10 +312,10 @@ def _portable_target(target: str) -> str:
     if bad or (where.startswith("/") and kind == "mlflow"):
         shown = where.partition("://")[0] + "://***" if "://" in where else "***"
         raise PlanError(
-            "The log target may contain a secret or a path of this machine, so it is not written "
-            "to the job folder.",
+            "The log target cannot be written to the job folder, because it may contain a secret "
+            "or a path of this machine.",
             seen=f"--log {kind}:{shown}",
-            allowed="an address (not a local path) without user name, password or query (`?...`)",
+            allowed="an address without user name, password or query (`?...`), not a local path",
             next_step="use --log mlflow: without a URI, and set the environment variable "
             "MLFLOW_TRACKING_URI where the job runs",
             code="WB-PLAN-213",
@@ -430,7 +430,8 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
             "Somebody has changed the script in this job folder since Workbench wrote it.",
             seen=str(path),
             allowed="a new folder, or replace=True, which overwrites the changes",
-            next_step="copy the changes into the cell, or use another folder",
+            next_step="copy the changes into the cell and use replace=True, for example "
+            "wb.job(run, DIR, replace=True); or use another folder",
             code="WB-PLAN-216",
         )
     gone = {META, *written, *_HOLDING}
@@ -498,8 +499,8 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         alone = f"    torchrun --standalone --nproc-per-node {processes} train.py"
         lines += ["On one host:", "", alone, ""]
         lines += [
-            f"On N hosts with P processes each (N x P = {processes}), run this on each host "
-            "(HOST is the name of one of these hosts):",
+            f"On N hosts with P processes each (N x P = {processes}), run this command on each "
+            "host. HOST is the name of one of the hosts, the same in all commands:",
             "",
         ]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
@@ -511,14 +512,14 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         "reads its rank and the other processes' addresses from `TF_CONFIG`.", ""]  # fmt: skip
     if wheel:
         lines += [
-            "This command also starts all processes, on this host:",
+            "You can also start all processes on this host with one command of Workbench:",
             "",
             "    workbench run .",
             "",
         ]
         lines += _recorded(plan)
     else:
-        lines += ["The script does not use Workbench, so nothing is recorded."]
+        lines += ["The script does not use Workbench, so no history is recorded."]
         if torch:
             lines += [
                 "At the end it writes `weights.pt`: the weights of the model that the cell gave to "
@@ -538,8 +539,8 @@ def _recorded(plan: Plan) -> list[str]:
     ]
     lines += ["as a run in a notebook: steps, events, logs, final weights. In a notebook, run:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
-    lines += ["This code shows the dashboard during the run and after it. On another machine, use "
-    '`"ssh://host/path"` as the path.', ""]  # fmt: skip
+    lines += ["This code shows the dashboard during the run and after it. If the notebook runs on "
+    'another machine, use `"ssh://host/path"` as the path.', ""]  # fmt: skip
     lines += ["## Stop and continue", "", "    workbench control . stop", ""]
     lines += ["This command stops the run at the end of a step, like Stop in the dashboard.", ""]
     if plan.checkpoint:
@@ -595,7 +596,8 @@ def read_job(folder: Path) -> JobFolder:
         )
     if kind != FORMAT:
         raise PlanError(
-            "This version of Workbench cannot read the job folder, which a newer version wrote.",
+            "A newer version of Workbench wrote this job folder. The installed version cannot "
+            "read it.",
             seen=kind[:60],
             allowed=FORMAT,
             next_step="run pip install -U distributed-workbench, or install the wheel file "

@@ -73,11 +73,11 @@ def _is_distribution(name: str) -> bool:
 def requirements(packages: Mapping[str, str], wheel: str) -> str:
     lines = [
         (
-            "# These are the package versions of the notebook. A build of the same version for "
-            "another"
+            "# These are the package versions of the notebook. For another device (CUDA, CPU), "
+            "install the"
         )
     ]
-    lines += ["# device (CUDA, CPU) gives the same results up to rounding."]
+    lines += ["# build for this device: its results are the same up to rounding."]
     for name, version in packages.items():
         with contextlib.suppress(metadata.PackageNotFoundError):
             url = metadata.distribution(name).read_text("direct_url.json") or ""
@@ -175,8 +175,8 @@ def packed_files(folder: Path) -> bytes:
     size_bytes = sum(path.stat().st_size for path in files.values())
     if size_bytes > MOST_UNPACKED_BYTES:
         raise PlanError(
-            "The files that the cell reads are too large for ConfigMaps, which bring them to the "
-            "pods.",
+            "The files that the cell reads are too large for ConfigMaps, which bring the files to "
+            "the pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
             allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB before compression; for the "
             "compressed files, the limit is smaller",

@@ -86,10 +86,9 @@ _PLAIN = {
     "tensorflow": ("one_device", "mirrored", "multi_worker_mirrored"),
 }
 _PLAIN_ABLE = (
-    "PyTorch: wb.fit with the strategies one_device, mirrored and sharded; wb.prepare, or a loop "
-    "that itself uses torch.distributed, with one_device and mirrored. TensorFlow: model.fit "
-    "with one_device and mirrored; your own loop with one_device, mirrored and "
-    "multi_worker_mirrored"
+    "in PyTorch: one_device and mirrored with wb.fit, wb.prepare or a loop that itself uses "
+    "torch.distributed; sharded with wb.fit. In TensorFlow: one_device and mirrored with "
+    "model.fit or your own loop; multi_worker_mirrored with your own loop"
 )
 _LEFT_OUT = {"precision", "compile", "callbacks"}
 _DATA = {
@@ -165,8 +164,12 @@ def _plain_head(plan: Plan, cell: Cell) -> str:
                 f"{plan.workers} workers that TF_CONFIG describes."
             )
         ]
-    if plan.framework == "torch" and plan.strategy != "one_device":
-        lines += ["The order of samples and the result are the same with any number of workers."]
+    shared = use_of(plan.recipe.cell).way in ("fit", "prepare")
+    if shared and plan.framework == "torch" and plan.strategy != "one_device":
+        lines += [
+            "The order of samples is the same with any number of workers. The result is the same",
+            "up to rounding, unless the model uses random numbers (dropout) or BatchNorm.",
+        ]
     return "\n".join([*lines, '"""', "", *cell.future, *([""] if cell.future else []), ""])
 
 
@@ -227,8 +230,8 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
         raise _refused(f"{WORDS[way]} under {plan.strategy}", "use wb.fit", _PLAIN_ABLE)
     if plan.strategy == "multi_worker_mirrored" and way == "keras":
         raise _refused(
-            "model.fit with strategy multi_worker_mirrored, which needs Workbench's changes to "
-            "Keras 3",
+            "model.fit with strategy multi_worker_mirrored; this works only with Workbench's "
+            "changes to Keras 3",
             "write your own loop with strategy.run",
             _PLAIN_ABLE,
         )
@@ -244,7 +247,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
         step = f"write the value into the cell's code, and remove {flags}"
-        raise _refused(f"{flags}, but in the script only wb.fit reads such flags", step)
+        raise _refused(f"{flags}: the script can use these values only in wb.fit", step)
     for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
             flag = {"faults": "--inject", "values": "--set"}.get(
@@ -263,7 +266,7 @@ _REMOVE = "remove each of these names from the cell"
 
 def _refused(seen: str, next_step: str, allowed: str | None = None) -> PlanError:
     return PlanError(
-        "A script without Workbench would not train in exactly the same way.",
+        "A script without Workbench would not train in exactly the same way as the cell.",
         seen=seen,
         allowed=allowed,
         next_step=f"{next_step}; or export without --plain: the script then uses Workbench",

@@ -598,7 +598,7 @@ def final_weights(
         raise RunError(
             f"Run {name} has no weights, because they could not be written to disk.",
             seen=why,
-            next_step="if the disk is full, free some space; if not, use another folder for the "
+            next_step="free some disk space if the disk is full, or use another folder for the "
             "runs (WORKBENCH_HOME, or another job folder); then train again",
             code="WB-RUN-086",
         )

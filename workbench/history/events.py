@@ -224,8 +224,8 @@ class Story:
         kib = int(event.size_bytes) / 1024
         size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         text = (
-            f"Checkpoint at step {event.step}: {size}, written to disk in {seconds:.2g} s; "
-            f"training paused for {stall_ms:.2g} ms ({event.path})."
+            f"Checkpoint at step {event.step} in {event.path}: {size}, written to disk in "
+            f"{seconds:.2g} s; training paused for {stall_ms:.2g} ms."
         )
         self.notes = [note for note in self.notes if note != self._last_checkpoint]
         self._last_checkpoint = text

@@ -607,9 +607,10 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     if meta and row_bytes != RECORD.itemsize:
         raise RunError(
             "The run was saved by another version of Workbench, in another format.",
-            seen=f"records with rows of {row_bytes or 'unknown'} bytes",
-            allowed=f"records with rows of {RECORD.itemsize} bytes",
-            next_step="load the run with that version (for a job, its wheel is in the job folder)",
+            seen=f"bytes for each recorded step: {row_bytes or 'unknown'}",
+            allowed=f"bytes for each recorded step: {RECORD.itemsize}",
+            next_step="load the run with the version that saved the run (the job folder of a job "
+            "contains the wheel file of this version)",
             code="WB-RUN-039",
         )
     ranks = meta.get("ranks") or range(1 + max(disk.ranks_on_disk(folder), default=0))

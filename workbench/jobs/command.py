@@ -66,8 +66,9 @@ def add_job_commands(commands: Any) -> None:
         help="a run folder, a job folder (Workbench reads its newest run), or a folder that "
              "run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
-        help='condition under which the command fails: "samples_per_s < 0.95" tests the ratio '
-             'of a run to the first run; "loss > 0.5 abs" tests the value of a run')  # fmt: skip
+        help='condition under which the command fails; "samples_per_s < 0.95": the value of a '
+             "run, divided by the first run's value, is below 0.95; "
+             '"loss > 0.5 abs": the value of a run is above 0.5')  # fmt: skip
     jobs = _command(
         commands, "jobs", "list the jobs that you submitted; cancel a job, or show its output"
     )
@@ -75,18 +76,24 @@ def add_job_commands(commands: Any) -> None:
         "words", nargs="*", metavar="[cancel|logs] NAME", help="without arguments: list all jobs"
     )
     jobs.add_argument(
-        "--last", type=int, default=200, metavar="N", help="number of log lines (default 200)"
+        "--last",
+        type=int,
+        default=200,
+        metavar="N",
+        help="logs: print the last N lines (default 200)",
     )
-    follow = _command(
-        commands, "follow", "show the progress of a run on another machine, until the run ends"
-    )
+    follow = _command(commands, "follow",
+        "show the progress of a run that another process or machine trains, until the run ends",
+    )  # fmt: skip
     follow.add_argument("place", nargs="+", metavar="PLACE",
         help="a folder, the name of a submitted job, ssh://host/dir, or a command that prints "
              "the job's output")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
         help="seconds to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
-    control = _command(commands, "control", "stop, pause or slow down a run on another machine")
+    control = _command(
+        commands, "control", "stop, pause or slow down a run of another process or machine"
+    )
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip
     control.add_argument(

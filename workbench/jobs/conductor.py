@@ -518,7 +518,7 @@ class Conductor:
         try:
             lines.pump()
         except (OSError, ValueError) as error:  # the reader has ended; the run continues
-            self.run.note(f"The job's output no longer contains the run's data: {error}")
+            self.run.note(f"Workbench can no longer print the records to the job's output: {error}")
             return False
         return True
 
@@ -551,7 +551,7 @@ class Conductor:
                 case "interrupt":
                     run.interrupt()
         except WorkbenchError as error:
-            run.note(f"An order could not be carried out: {error}")
+            run.note(f"A command to this run (such as pause or stop) failed: {error}")
         except events.InvalidTransitionError:
             pass  # it came too late
 

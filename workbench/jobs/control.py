@@ -170,8 +170,8 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             "You cannot control this run, because the run's secret key "
             + ("does not exist." if missing else f"cannot be read ({error.strerror})."),
             seen=str(path),
-            next_step="wait until the job has begun; a run of a notebook can be controlled only in "
-            "this notebook"
+            next_step="wait until the job has begun; if a notebook trains the run, control the run "
+            "in that notebook"
             if missing
             else _AS_OWNER,
             code="WB-RUN-108",
@@ -193,9 +193,9 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             raise ValueError("too short, or too long")
     except ValueError as error:
         raise RunError(
-            "The run accepts no orders, because the run's secret key is damaged.",
+            "You cannot control this run, because the run's secret key is damaged.",
             seen=str(path),
-            next_step="cancel the job with its platform's own command",
+            next_step="to end the run, cancel the job with its platform's own command",
             code="WB-RUN-110",
         ) from error
     return key

@@ -178,12 +178,15 @@ class FollowedJob(Run):
             self._asked_at = now
             self._why, self._why_next = "", ""
             if ended := self._gone() or self._keeper_died():
-                self._why = f"The job ended without a final message: {ended}"
+                self._why = f"The job ended, but the end of its run was not recorded: {ended}"
                 self._why_next = "look for the reason in the job's output or in the platform's log"
             elif self.place.over:
                 why = self.place.problem or "no more data arrives"
                 self._why = f"Workbench can no longer follow this run: {why}"
-                self._why_next = "the job may still run: look for it, and follow it again"
+                self._why_next = (
+                    "check with the platform's own command whether the job still runs; if it runs, "
+                    "follow it again"
+                )
             self._ended_at = now if self._why else None
         if self._ended_at is not None and now - max(self._ended_at, self._heard_at) > GONE_S:
             self._end("failed", self._why, self._why_next)
@@ -380,10 +383,10 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
                 if why
                 else "No run was found, and this place sends no more data.",
                 seen=why or place.problem or place.where,
-                next_step="look at the job's output (after wb.submit: job.logs()), or in the "
-                "platform's own log"
+                next_step="read the job's output (after wb.submit: job.logs()) or the platform's "
+                "own log"
                 if why
-                else "check the place; look at the job's output",
+                else "check the place; read the job's output",
                 code="WB-RUN-103",
             )
         if wait_s is not None and now - began > wait_s:
@@ -406,7 +409,7 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
 
     seen, other = "", meta.get(disk.ROW_BYTES) != RECORD.itemsize
     if other:
-        seen = f"records with rows of {meta.get(disk.ROW_BYTES)} bytes"
+        seen = f"bytes for each recorded step: {meta.get(disk.ROW_BYTES)}"
     try:
         Plan.from_wire(meta["plan"])
         _ = str(meta["name"]), [int(engine) for engine in meta["ranks"]], float(meta["began"])
@@ -416,8 +419,8 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
         raise RunError(
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
-            allowed=f"records with rows of {RECORD.itemsize} bytes" if other else None,
-            next_step="install the wheel that is in the job's folder (this is the job's version of "
-            "Workbench), then follow the job again; if that does not help, run.json is damaged",
+            allowed=f"bytes for each recorded step: {RECORD.itemsize}" if other else None,
+            next_step="install the job's version of Workbench (a job folder contains this version "
+            "as a wheel), then follow the job again; if that does not help, run.json is damaged",
             code="WB-RUN-105",
         )

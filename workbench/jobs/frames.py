@@ -369,20 +369,20 @@ class Mirror:
         """
         name, at, text = frame.get("f"), frame.get("a"), frame.get("d")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(text, str):
-            raise ValueError("it is not a file of a run")
+            raise ValueError("a line of the job's records does not name a file of a run")
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
-            raise ValueError("its offset is invalid")
+            raise ValueError("a line of the job's records has an invalid position in its file")
         data = _inflated(text)
         if at >= 0:
             return self._append(name, at, data)
         version = frame.get("v")
         if type(version) is not int or not 0 < version < 1 << 48:
-            raise ValueError("its version is invalid")
+            raise ValueError("a line of the job's records has an invalid version number")
         if version <= self.have.get(name, 0):
             return False
         of, before = self._parts.pop(name, (0, b"")) if at == -2 else (version, b"")
         if of != version or len(before) + len(data) > WHOLE_BYTES:
-            raise ValueError("its beginning is missing, or it is too large")
+            raise ValueError("the first records of this file are missing, or the file is too large")
         if frame.get("m"):
             self._parts[name] = version, before + data
             return False
@@ -399,7 +399,7 @@ class Mirror:
     def _append(self, name: str, at: int, data: bytes) -> bool:
         have = self.have.get(name, 0)
         if at > have and not self._skips:
-            raise ValueError("something is missing before it")
+            raise ValueError("earlier lines of this file's records are missing")
         self.missing = self.missing or at > have
         fresh = data[max(0, have - at) :]
         if not fresh:

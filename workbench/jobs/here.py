@@ -102,7 +102,8 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for a script's records or for a cell's job (default workbench-runs/NAME)",
+        help="folder for the script's records, or with --strategy for the cell's job folder "
+        "(default: workbench-runs/NAME, where NAME is the file's name without .py)",
     )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
@@ -156,8 +157,8 @@ def run_here(given: argparse.Namespace) -> int:
             "find them there.",
             seen=str(recorded),
             allowed="a folder that is not a job folder",
-            next_step=f"use another folder with --out DIR; if {what.name} contains a cell, add "
-            "--strategy LINE (the text after %%distributed)",
+            next_step=f"use another folder with --out DIR; if {what.name} contains the "
+            "code of a %%distributed cell, add --strategy LINE (the text after %%distributed)",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)
@@ -196,7 +197,8 @@ def _checked(given: argparse.Namespace) -> Path:
             "do not work with it.",
             seen=" ".join(too_many),
             allowed=f"workbench run {shlex.quote(given.what)}",
-            next_step="write a new job folder from a run with other settings: run.to_job(DIR)",
+            next_step="to change the settings, write a new job folder in a notebook: "
+            "%%distributed mirrored -n 2 --to-job DIR",
             code="WB-PLAN-256",
         )
     return what
@@ -210,14 +212,17 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
 
     source = script.read_text("utf-8")
     request = parse_cell_line(given.strategy, prog="--strategy")
-    ignored = {"--seeds": request.seeds, "--to-job": request.to_job, "--plain": request.plain,
-               "an -n that differs from `workbench run -n`":
-               given.n and request.workers not in (None, given.n)}  # fmt: skip
-    if len(request.strategies) != 1 or any(ignored.values()):
+    ignored = (
+        request.seeds, request.to_job, request.plain,
+        given.n and request.workers not in (None, given.n),
+    )  # fmt: skip
+    if len(request.strategies) != 1 or any(ignored):
         raise PlanError(
-            "`workbench run` trains a cell once, under one strategy.",
+            "The text of --strategy does not fit: `workbench run` trains a cell once, under one "
+            "strategy.",
             seen=f"--strategy {shlex.quote(given.strategy)}",
-            allowed="a strategy and its flags, without " + ", ".join(ignored),
+            allowed="one strategy and its flags, but not --seeds, --to-job or --plain; if "
+            "`workbench run` has -n, the same -n or none",
             next_step="workbench run --strategy 'mirrored --seed 1' "
             f"{shlex.quote(given.what)} (write --out and --plain before --strategy)",
             code="WB-PLAN-261",

@@ -148,7 +148,10 @@ _WRONG = {
         "check the path; it must exist on the given host",
     ),
     "closed": ("The folder cannot be read.", "follow the run as the user who started the job"),
-    "empty": ("The folder is empty because no run has begun there.", "give the folder of the job"),
+    "empty": (
+        "The folder is empty, so it is neither a run nor a job.",
+        "give the folder of a job or of a run",
+    ),
     "other": ("The folder is neither a run nor a job.", "give a folder with a run.json"),
     "absent": (
         "The job has no run with this number.",
@@ -156,7 +159,7 @@ _WRONG = {
     ),
     "gone": ("The folder of the run no longer exists.", "follow the job again"),
     "shrank": (
-        "The files of the run became shorter because the run was started again.",
+        "The files of the run became shorter, probably because the run was started again.",
         "follow the job again",
     ),
 }
@@ -240,8 +243,8 @@ class _Streamed:
             raise RunError(
                 "The folder for a copy (mirror) of the run cannot be created.",
                 seen=str(self.folder.parent),
-                next_step="if the disk is full, delete some files; if not, set "
-                f"{folders.HOME_VARIABLE} to another folder",
+                next_step="if the disk is full, delete some files; if not, set the environment "
+                f"variable {folders.HOME_VARIABLE} to another folder",
                 code="WB-RUN-113",
             )
         with contextlib.suppress(OSError):
@@ -448,7 +451,7 @@ class SshPlace(_Streamed):
 
     def _unsent(self, why: str, *, lost: bool = False) -> RunError:
         what = "The order did not reach the run" if lost else "Perhaps the order did not arrive"
-        again = "wait until Workbench has connected again (automatically), then try again"
+        again = "Workbench connects again by itself; wait for this, then send the order again"
         step = None if self.over or why == self._answer else again
         return RunError(what + f": {why}.", seen=self.where, next_step=step, code="WB-RUN-115")
 
@@ -499,7 +502,7 @@ class LinesPlace(_Streamed):
             raise RunError(
                 f"The given command cannot be started: {getattr(error, 'strerror', error)}.",
                 seen=self.where,
-                next_step="try the command in a shell",
+                next_step="try the command in a terminal",
                 code="WB-RUN-117",
             ) from error
 
@@ -579,7 +582,7 @@ class LinesPlace(_Streamed):
             raise RunError(
                 "The command for orders failed. Perhaps the job did not receive the order.",
                 seen=f"{shlex.join(command)}\n{why}",
-                next_step="try the command in a shell",
+                next_step="try the command in a terminal",
                 code="WB-RUN-120",
             )
 

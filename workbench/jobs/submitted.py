@@ -387,8 +387,8 @@ class Jobs(Mapping[str, Submitted]):
                 with contextlib.suppress(OSError):
                     fresh.unlink()
             self._trouble.append(
-                f"Job {job.name} ({job.id}) could not be saved, so only this notebook knows its "
-                f"state: {error}."
+                f"Job {job.name} ({job.id}) could not be saved, so only this notebook knows the "
+                f"job's state: {error}."
             )
             return False
 

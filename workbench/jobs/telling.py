@@ -36,10 +36,10 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "the run's name; if an earlier run in the command has the same name, Workbench adds a "
-    "number: `train (2)`",
-    "name": "the run's name without this number",
-    "place": "the place as you wrote it",
+    "run": "the run's name; if several runs of the command have this name, Workbench adds a number "
+    "to all but the first: `train (2)`",
+    "name": "the run's name without the number that `run` can contain",
+    "place": "the place as you wrote it in the command; in `figures`, the run folder",
     "folder": "the run folder that was read",
     "strategy": "the name of the strategy",
     "framework": "`torch` or `tensorflow`",
@@ -54,7 +54,8 @@ ABOUT = {
 METRICS = {
     "workers": "number of workers",
     "steps": "steps that all workers completed",
-    "warm_up_steps": "number of warm-up steps; rates and shares do not include these first steps",
+    "warm_up_steps": "number of warm-up steps; except for `all_samples_per_s`, rates and shares do "
+    "not include these first steps",
     "samples_per_s": "samples per second of all workers together, after the warm-up steps",
     "samples_per_s_low": "lower end of the 95 % interval of `samples_per_s`",
     "samples_per_s_high": "upper end of the 95 % interval of `samples_per_s`",
@@ -82,7 +83,7 @@ null."""
 
 PROGRESS = {
     "event": "`progress`",
-    "t": "the time of the line, in seconds since 1970",
+    "t": "the time at which the line was printed, in seconds since 1970",
     "state": "`pending`, `starting`, `running`, `paused`, `stopping`, ...",
     "step": "steps that all workers completed",
     "total_steps": "the total number of steps; null while it is unknown",
@@ -109,12 +110,12 @@ JOB = {
 
 END = {
     "event": "`end`",
-    "t": "the time of the line, in seconds since 1970",
+    "t": "the time at which the line was printed, in seconds since 1970",
     "state": "`finished`, `stopped` or `failed`",
     "error": "the run's error; null if there is none",
     "folder": "the run's folder; null if nothing was recorded",
-    "figures": "the run's measured values, with the same keys as a run in `runs` of `workbench "
-    "compare --json`; null if nothing was recorded",
+    "figures": "the run's description and measured values, with the keys of the table \"Keys of a "
+    'run"; null if nothing was recorded',
     "exit_code": "the exit status of the command",
 }
 
@@ -370,7 +371,7 @@ def parse_condition(text: str) -> Condition:
         limit = float(found[3]) if found else math.nan
     if found is None or not math.isfinite(limit):
         raise PlanError(
-            "--fail-if takes a metric, a comparison and a number.",
+            "This is not a valid condition for --fail-if.",
             seen=text,
             allowed="METRIC < NUMBER, or another comparison: <=, > or >=. The value of each run is "
             "divided by the value of the first run. To compare the value itself, write "

@@ -85,8 +85,8 @@ class Check:
         if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
-                f"run all cells above exercise {self.number} in order, then its cell, which must "
-                f"set `{name}`",
+                f"run all cells above exercise {self.number} in order, then the cell of this "
+                f"exercise, which must set `{name}`",
             )
         value = unpack(found["value"])
         if value is None or value is Ellipsis:
@@ -249,7 +249,7 @@ class Check:
             self.wrong(
                 f"There is no run named {name!r}.",
                 f"run all cells from the first cell to exercise {self.number}, in order: one of "
-                f"them trains this run with --name {name}",
+                f"them must train this run with --name {name}",
             )
         if found.state != "finished":
             self.wrong(
@@ -302,8 +302,8 @@ class Check:
         if "late" in found:
             self.wrong(
                 f"The code on the engines did not end within {limit_s:g} s and was interrupted.",
-                "does every receive have a matching send, and do both come in the same order? A "
-                "worker that receives waits forever if no worker sends the message",
+                "does every loop end? Does every receive have a matching send, in the same order? "
+                "A worker waits forever for a message that no worker sends",
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))

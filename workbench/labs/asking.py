@@ -128,7 +128,7 @@ def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
     wrong = any(not finding.right for finding in looking.findings)
     if ended is not None and ended.error and not ended.unread and wrong:
         words = f"The cell of exercise {asked.number} raised {ended.error} when it was last run."
-        hint = "the lines after the error were not run, so these lines have not set their variables"
+        hint = "correct the line that raised the error: the lines after it have not been run"
         looking.findings.append(Finding(False, words, hint))
 
 
@@ -181,8 +181,8 @@ def begin(
     print(f"Lab {lab}: {engines} engines are ready{words}; {count} exercises.")  # noqa: T201
     if others := _others():
         print(  # noqa: T201 - the notebook's output
-            f"Other notebooks have a cluster too: {', '.join(others)}. If memory is scarce, as "
-            "on Binder, shut down the kernels of these notebooks."
+            f"Other notebooks have a cluster too: {', '.join(others)}. If the machine has little "
+            "memory (for example on Binder), shut down the kernels of these notebooks."
         )
 
 
@@ -193,8 +193,8 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
     if old is not None and (len(old.worker_ids) > engines or old.keeping.kept):
         if old.keeping.kept:
             raise PlanError(
-                "This notebook's cluster was started with --keep, so the lab does not begin: a lab "
-                "deletes the variables on the engines.",
+                "This notebook's cluster was started with --keep, so you may still need the "
+                "variables on its engines. A lab deletes these variables, so it does not begin.",
                 next_step="begin the lab in another notebook, or run %cluster stop first",
                 code="WB-PLAN-045",
             )
@@ -202,7 +202,7 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
         session.stop()
     elif old is not None:
         dropped = sum(old.free().values())
-        words = f" (variables of earlier cells were deleted: {dropped})" if dropped else ""
+        words = f" (deleted variables of earlier cells: {dropped})" if dropped else ""
     session.start(engines, framework=framework, progress=line)
     return words
 

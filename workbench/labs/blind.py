@@ -520,7 +520,7 @@ def case_cards(cases: list[Case]) -> Table:
         ["workers (N)", *(str(case.workers) for case in cases)],
         ["model, and gradients (M)", *(size(case.size_bytes) for case in cases)],
         ["global batch (B)", *(f"{case.batch} samples" for case in cases)],
-        ["time for a sample, each worker", *(_factors(case.factors) for case in cases)],
+        ["time for a sample (1x: fastest worker)", *(_factors(case.factors) for case in cases)],
         ["time to compute a batch on one device (T₁)", *("measure it" for _ in cases)],
         ["link: latency (α), bandwidth (β)", *("measure them" for _ in cases)],
     ]

@@ -166,9 +166,9 @@ class Namespaces(Picture):
             )
         words = (_LEFT + x) / 2
         body.append(svg_text(words, 12, "%push →   ← %pull", "m", anchor="middle"))
-        body.append(svg_text(1, 12, "a cell without a magic runs here", "m"))
+        body.append(svg_text(1, 12, "a normal cell runs here", "m"))
         body.append(svg_text(_WIDTH, 12, "a %%distributed cell runs here", "m", anchor="end"))
-        title = f"Names of the notebook and of {len(self.engines)} engines"
+        title = f"Variables of the notebook and of {len(self.engines)} engines"
         return Canvas(_WIDTH, height + 4, body, title, self.text())
 
 

@@ -60,7 +60,7 @@ def chooses(request: RunRequest) -> bool:
     besides += [f"several values of {FLAGS[axis.field].long}" for axis in request.several]
     if chosen and (len(request.strategies) > 1 or besides):
         raise PlanError(
-            "The strategy `auto` chooses one strategy and trains one run, so it does not work with "
+            "The strategy `auto` chooses one strategy and starts one run, so it does not work with "
             "these flags."
             if besides
             else "The strategy `auto` chooses among all strategies, so no other strategy can be "
@@ -175,8 +175,8 @@ class Chooser:
                 code="WB-PLAN-316",
             )
         late = (
-            "The short runs used up their time. With more time (`--probe-seconds`; in wb.choose: "
-            "`most_s`) they measure more steps or more strategies.",
+            "The short runs reached their time limit. With a longer limit (`--probe-seconds`; in "
+            "wb.choose: `most_s`), the short runs measure more steps or more strategies.",
         )
         notes = found.notes if time.monotonic() < ends else (*found.notes, *late)
         found = replace(found, seconds=time.monotonic() - began, workers=self._workers, notes=notes)
@@ -284,7 +284,7 @@ def train_chosen(
     )  # fmt: skip
     found = chooser.choose()
     show(found)
-    assert found.winner is not None, "choose raises an error if none remains"
+    assert found.winner is not None, "internal error: no strategy remains"
     rest = [row for row in found.rows if row.known != "out" and row is not found.winner]
     for row in (found.winner, *rest):
         with contextlib.suppress(_RefusedError):
@@ -329,6 +329,6 @@ def _way_out(request: RunRequest) -> str:
     if request.memory_per_worker is not None:
         return "allow more memory (--memory-per-worker), or use more workers"
     return (
-        "run one strategy alone and without a time limit, to see its whole error: "
+        "to see the complete error of a strategy, run this strategy without `auto`: "
         "%%distributed mirrored"
     )

@@ -117,7 +117,7 @@ def job_line(folder: Path) -> str:
         f"or submit the job to a platform, in this notebook:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
         + ("The job is not recorded because it runs without Workbench." if known.plain else
-           f"To follow the job in this notebook, wherever it runs:\n    wb.follow({name!r})")
+           f"To follow a job that runs in this folder, in this notebook:\n    wb.follow({name!r})")
     )  # fmt: skip
 
 
@@ -190,7 +190,9 @@ def submit(
         try:
             _show_when_begun(handed, plot)
         except KeyboardInterrupt:
-            sys.stdout.write(f"The job continues: see wb.jobs[{handed.name!r}].follow().\n")
+            sys.stdout.write(
+                f"The job continues. To show its run: wb.jobs[{handed.name!r}].follow()\n"
+            )
     return handed
 
 
@@ -403,8 +405,8 @@ def _planned(
             if isinstance(what, str) and "\n" not in what
             else "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
-            allowed="a run, its name, or a plan; in wb.submit also the path of a job folder; or a "
-            "cell's source or a function, with strategy='mirrored'",
+            allowed="a run, its name, or a plan; a cell's source or a function, with "
+            "strategy='mirrored'; in wb.submit also the path of a job folder",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
             code="WB-PLAN-200",
         )

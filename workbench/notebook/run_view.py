@@ -296,7 +296,7 @@ def kept_words(keeping: Keeping) -> str:
     if math.isfinite(idle_s):
         end = f"also ends when it is idle for {idle_words(idle_s)}"
     return (
-        f"the cluster is kept as {name}: %cluster attach {name} opens it again, also in another "
-        "notebook\n"
+        f"the cluster is kept as {name}: to use the cluster again, also in another notebook, run "
+        f"%cluster attach {name}\n"
         f"%cluster stop or `workbench stop {name}` ends the cluster; the cluster {end}"
     )

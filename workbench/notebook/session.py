@@ -424,7 +424,8 @@ def resume(
     recipe = before.recipe
     if args is None and about.get("arguments"):
         raise PlanError(
-            "The checkpoint does not store the arguments with which the function was called.",
+            "The run trained a function with arguments, but the checkpoint does not store these "
+            "arguments.",
             seen=recipe.origin,
             allowed=f"args=({about['arguments']} value{'s' * (about['arguments'] != 1)})",
             next_step="wb.resume(path, args=(...))",
@@ -467,6 +468,6 @@ def cluster_here() -> Cluster:
         else f"{len(running)} clusters are running, and the call does not say which one to use.",
         next_step="run %cluster start 2 first"
         if not running
-        else "choose one of them: cluster=...",
+        else "add the argument cluster=... to the call",
         code="WB-CLUSTER-042",
     )

@@ -57,9 +57,9 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         lacking = [i for i, values in found.items() if name not in values]
         if lacking:
             raise PlanError(
-                f"The variable {name!r} does not exist on some engines from which you pull it."
+                f"Some of these engines do not have the variable {name!r}."
                 if len(lacking) < len(found)
-                else f"The variable {name!r} does not exist on any engine from which you pull it.",
+                else f"None of these engines has the variable {name!r}.",
                 seen=f"missing on engine {', '.join(map(str, lacking))}",
                 next_step="pull from an engine that has the variable (--rank ID), or define the "
                 "variable in a %%distributed cell",
@@ -77,7 +77,7 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
             flags[word] = words.pop(0)
         elif word.startswith("-"):
             raise PlanError(
-                f"{word} needs a value." if word in known else "The flag is not valid.",
+                f"{word} needs a value." if word in known else f"The flag {word} does not exist.",
                 seen=line,
                 allowed=usage,
                 code="WB-PLAN-137",

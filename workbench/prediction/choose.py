@@ -220,8 +220,8 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         stages = int(settings["stages"] or 2)
         if workers < 2 * stages:
             return (
-                f"needs {2 * stages} workers; fewer workers form only one pipeline, as in "
-                "model_split"
+                f"needs {2 * stages} workers or more: with fewer workers it has only one pipeline, "
+                "like model_split"
             )
     if workers == 1 and entry.max_workers is None:
         return "needs at least 2 workers"
@@ -232,8 +232,8 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         if given.issuperset(differs):
             return ""
     return (
-        "its final weights differ from the weights of a run on one device (allowed with "
-        "--allow-stale)"
+        "its final weights differ from the weights of a run on one device; to allow this, use "
+        "--allow-stale"
     )
 
 
@@ -450,8 +450,6 @@ def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
     if winner is None:
         return "No strategy remains."
     name, rate = winner.candidate.name, winner.samples_per_s[0]
-    if winner.known == "bounded":
-        return f"All strategies except {name} were left out, and the speed of {name} is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
     words += f": {_rate(rate)} samples/s ({winner.known})"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)
@@ -497,7 +495,7 @@ def _too_fast(rows: Sequence[Row], best: Row | None) -> list[str]:
     return [
         f"{name} was more than {workers} times as fast as {BASELINE}, with only {workers} workers. "
         "Usually this means that another program used the machine during the short run of "
-        f"{BASELINE}. To be sure, let Workbench choose again."
+        f"{BASELINE}. To be sure, run this cell again."
     ]
 
 

@@ -257,8 +257,8 @@ def target_setting(
     same = entry.name == base.setting.entry.name
     if entry.name == "model_split" and not same:
         raise PlanError(
-            "Only a run of model_split shows how the model is divided into stages. So Workbench "
-            "cannot predict model_split from this run.",
+            "Workbench can predict model_split only from a run of model_split. Only such a run "
+            "shows how the model is divided into stages.",
             seen=f"run {base.name}: {base.setting.entry.name}", next_step="run %%distributed "
             "model_split -n 2 --steps 100, and predict from the new run",
             code="WB-PLAN-296",
@@ -472,15 +472,16 @@ class Knows:
         if most > FAR * seen:
             found.append(
                 f"{most} workers were not measured: the largest measured run had {seen} "
-                f"worker{'s' * (seen > 1)}. Switches, hosts and shared links were not measured, so "
-                "the interval is right only if all links are like the "
+                f"worker{'s' * (seen > 1)}. Switches, hosts and shared links were not measured. So "
+                "the predicted interval is right only if all links are like the "
                 f"{'measured' if link is None else 'given'} link."
             )
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
-                f"{values} measured step times are too few to show how long the slowest of {most} "
-                "workers takes, so this time is extrapolated. More steps improve the estimate."
+                f"The runs have {values} measured times (one for each worker and step). These are "
+                f"too few to show how long the slowest of {most} workers takes, so this time is "
+                "extrapolated. More steps improve the estimate."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
@@ -501,19 +502,21 @@ class Knows:
             if not known:
                 found.append(
                     "All measured messages had the same size, so the fixed cost of a message and "
-                    "the cost of its bytes cannot be separated. The interval takes all possible "
-                    "values of the two costs into account. Give link= and latency=, or a second "
-                    "run with messages of another size (-o compress=fp16)."
+                    "the cost of its bytes cannot be separated. The predicted interval takes all "
+                    "possible values of the two costs into account. Give link= and latency=, or a "
+                    "second run with messages of another size (-o compress=fp16)."
                 )
         if self.fitted is None and link is not None and most > 1:
             found.append(
-                "The runs sent no messages, so the workers' own work for a message is not known. "
-                "The prediction contains only the message's time on the link."
+                "The runs sent no messages, so Workbench does not know how long a worker needs "
+                "to prepare and read a message. The prediction contains only the message's time "
+                "on the link."
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "The workers already send gradients during the backward pass, in buckets. The "
-                "prediction assumes that this pass takes two thirds of the computation time."
+                "The workers send the gradients in buckets while the backward pass still runs. The "
+                "prediction assumes that the backward pass takes two thirds of the computation "
+                "time."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
             found.append(
@@ -524,8 +527,8 @@ class Knows:
             found.append(
                 "For allreduce=auto the prediction uses the fastest algorithm."
                 if held
-                else "For allreduce=auto the prediction uses the algorithm `backend`, because the "
-                "runs had no simulated link."
+                else "For allreduce=auto the prediction uses allreduce=backend, because the runs "
+                "had no simulated link."
             )
         return found
 

@@ -224,7 +224,7 @@ def check_predicted(entry: Strategy) -> None:
     """Raise PlanError if a strategy cannot be simulated."""
     why = NOT_PREDICTED.get(entry.name)
     if entry.framework != "torch":
-        why = why or "TensorFlow's own collectives do not report how many bytes they send"
+        why = why or "TensorFlow does not report how many bytes it sends"
     if why:
         raise PlanError(
             f"Strategy {entry.name} cannot be predicted: {why}.",

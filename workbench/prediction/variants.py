@@ -141,8 +141,7 @@ def _computed(
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
-            "The change `overlap` needs a run of `mirrored`, because Workbench can predict this "
-            "change only for `mirrored`.",
+            "Workbench can predict the change `overlap` only for a run of `mirrored`.",
             seen=f"run {base.name}: {base.setting.entry.name}", allowed="a run of mirrored",
             code="WB-PLAN-303",
         )  # fmt: skip
@@ -195,13 +194,15 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "`straggler` can only be None, which means: no worker is slow.", seen=straggler,
-            next_step="to name the slow worker, give its rank: run.what_if(1)", code="WB-PLAN-307",
+            "The only value of `straggler` is None: the run is computed as if no worker were slow.",
+            seen=straggler, code="WB-PLAN-307",
+            next_step="to compute the run without the delay of one worker, give this worker's rank "
+            "without a name: run.what_if(1)",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(
-            "The stages of a pipeline do different work, so a slow worker cannot be recognised "
-            "by its times.",
+            "The stages of a pipeline do different work, so the workers' times do not show which "
+            "worker is slow.",
             seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-308",
         )  # fmt: skip
     if base.slow:
@@ -210,7 +211,7 @@ def _without(
     if worst is None:
         raise PlanError(
             "No worker is clearly slower than the others, so there is no straggler to remove.",
-            seen=f"run {run.name}", next_step="name the worker yourself: run.what_if(0)",
+            seen=f"run {run.name}", next_step="give the rank of a worker: run.what_if(0)",
             code="WB-PLAN-309",
         )  # fmt: skip
     marked = Probe(**{**vars(base), "slow": (worst,)})

@@ -84,8 +84,8 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
         stop = paused.stops[engine]
         write_out(
             f"rank {engine} is paused at {stop.where}\n{stop.text}"
-            "This notebook's front end cannot ask for input. Write the debugger's commands in the "
-            f"magic's line: %cluster debug {engine} -c 'p x' -c c\n"
+            "This notebook's front end cannot ask for input. Give the debugger's commands with -c: "
+            f"%cluster debug {engine} -c 'p x' -c c\n"
         )
 
 
@@ -133,7 +133,8 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
     return (
         f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
         f"For VS Code, write this into launch.json:\n{json.dumps(entry, indent=2)}\n"
-        f"On another machine, first run: ssh -L {port}:127.0.0.1:{port} {host}\n"
+        "If VS Code runs on another machine, first run there: "
+        f"ssh -L {port}:127.0.0.1:{port} {host}\n"
         "While VS Code is attached, breakpoint() stops in VS Code. debugpy needs no password: "
         f"anyone who has an account on {host} can attach."
     )

@@ -143,7 +143,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
         seen=f"{path}; these subfolders contain checkpoints: {', '.join(below[:20])}"
         if below
         else str(whole),
-        allowed="a folder that was given to --checkpoint, or a folder step-N in it",
+        allowed="a folder that was given to --checkpoint, or one of its subfolders step-N",
         next_step=f"continue one of the runs: wb.resume({os.path.join(path, below[0])!r})"
         if below
         else None,
@@ -223,7 +223,7 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
             f"wb.resume({one.path!r}, workers={workers}) continues from the damaged checkpoint, "
-            "but does not restore the random states of the ranks"
+            "but does not restore the state that only one rank has, such as its random state"
         )
     return "; ".join(ways) or (
         "there is no other intact checkpoint: start again with another --checkpoint DIR"

@@ -22,8 +22,8 @@ PROJECT_LETTERS = 128
 STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
-    "sqlite:///mlflow.db, http://HOST:5000, file:mlruns, a database's URI; or no URI (`mlflow:`), "
-    "to use the environment variable MLFLOW_TRACKING_URI"
+    "sqlite:///mlflow.db, http://HOST:5000, file:mlruns, or a database's URI. If there is no URI "
+    "(`mlflow:`), MLflow uses the environment variable MLFLOW_TRACKING_URI"
 )
 
 

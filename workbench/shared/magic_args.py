@@ -161,7 +161,7 @@ def cluster_parser() -> argparse.ArgumentParser:
     add(
         "--idle-timeout",
         metavar="T",
-        help="start: idle time after which the cluster ends: for example `30m`, or `never`",
+        help="start: the cluster ends after this time without work, for example `30m`; or `never`",
     )
     add(
         "--take",
@@ -212,7 +212,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         default=[],
         dest="launcher_options",
         metavar="KEY=VALUE",
-        help="an option of sbatch, ssh or mpiexec; or python=..., the Python interpreter on the "
+        help="an option of sbatch, ssh or mpiexec; python=... sets the Python interpreter on the "
         "hosts",
     )
     add(
@@ -220,10 +220,10 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         "--listen",
         dest="listen",
         metavar="WHERE",
-        help="address of the notebook's machine to which engines on other hosts connect: an IP "
+        help="engines on other hosts connect to this address of the notebook's machine: an IP "
         "address, an interface, a network such as 10.0.0.0/8, or a host name",
     )
-    add("--ports", metavar="A-B", help="range of ports to listen on")
+    add("--ports", metavar="A-B", help="Workbench listens only on ports of this range")
     add(
         "--start-timeout",
         metavar="T",
@@ -311,7 +311,7 @@ def _launch(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
-        allowed = "1024 to 65535, or 0 for any free port"
+        allowed = "1 to 65535, or 0 for any free port"
         raise PlanError(
             "--port must be a port number.", seen=text, allowed=allowed, code="WB-PLAN-027"
         )

@@ -199,7 +199,9 @@ class Records(OfRun):
     def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Records:
         """Return the message that was sent."""
         if len(buffers) != 1 or "rows" in data:
-            raise BadMessageError(f"`Records` has {len(buffers)} buffers instead of 1")
+            raise BadMessageError(
+                f"a message `Records` must have exactly one binary part, but has {len(buffers)}"
+            )
         return cls(**fields_of(cls, data), rows=buffers[0])
 
 

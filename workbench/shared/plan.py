@@ -230,7 +230,7 @@ def make_plan(
         raise PlanError(
             "--spares works only with --on-failure heal, and not with every strategy.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal (the default with --spares), in PyTorch with strategy "
+            allowed="--on-failure heal (the default with --spares), in PyTorch with one of: "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
             next_step="remove --spares, or use --on-failure heal with an allowed strategy",
             code="WB-PLAN-331",
@@ -270,8 +270,8 @@ def plan_of(
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="one value; several values are possible only in a %%distributed line without "
-            "--to-job, or in wb.sweep(...)",
+            allowed="one value for each flag. Several values are possible in wb.sweep(...), in "
+            "wb.queue().sweep(...), and in a %%distributed line without --to-job",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
@@ -448,8 +448,8 @@ def _check_on_failure(
         if settings[name] == value:
             raise PlanError(
                 f"With {name}={value}, a run of strategy {entry.name} cannot heal after a "
-                "worker's death. One server may have counted the dead worker's last push, but "
-                "the other servers never receive this push.",
+                "worker's death. All servers must apply the same pushes, but a worker's last push "
+                "before its death may have reached only some of the servers.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"`heal` without {name}={value}; `stop`; `replace` with --checkpoint DIR",
                 next_step=f"remove -o {name}={value}",

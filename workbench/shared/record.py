@@ -3,9 +3,9 @@
 `MEASURED` lists all fields. The packed rows that engines send and that are kept on disk (`RECORD`),
 the rows and columns of a history, and the curves in all views are built from it.
 
-To add a column: an entry here (at the end: rows of saved runs begin with what they know), a field
-of `StepResult` (`engine/telemetry/recorder.py`), the place that measures it, and its line in
-docs/metrics.md.
+To add a column: an entry here, at the end (Workbench refuses to read runs that were saved without
+it, WB-RUN-039), a field of `StepResult` (`engine/telemetry/recorder.py`), the place that measures
+it, and its line in docs/metrics.md.
 
 The other columns are derived here, by pure functions of measured rows. Definitions (one clock per
 host, times in seconds):

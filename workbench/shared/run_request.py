@@ -74,7 +74,7 @@ class RunRequest(RunSettings):
         "strategy",
         (),
         help="one strategy, or several strategies separated by commas",
-        without="no strategy: the cell only runs on every engine",
+        without="no strategy: the cell simply runs on every engine",
         example="%%distributed one_device,mirrored",
     )
     workers: int | None = _said(
@@ -135,7 +135,7 @@ class RunRequest(RunSettings):
         argument="steps",
         read=number("--steps"),
         several=True,
-        help="overrides the cell's number of steps or epochs: N optimizer steps",
+        help="train for N steps; overrides the cell's number of steps or epochs",
         without="the argument of `wb.fit`",
         example="%%distributed mirrored --steps 200",
     )
@@ -158,7 +158,8 @@ class RunRequest(RunSettings):
         argument="batch_per_worker",
         read=number("--batch-per-worker"),
         several=True,
-        help="overrides the global batch size: N samples for each worker (weak scaling)",
+        help="each worker's share of a batch: N samples (weak scaling); overrides the global "
+        "batch size",
         without="the global batch stays the same for any number of workers (strong scaling)",
         example="%%distributed mirrored -n 1,2,4 --batch-per-worker 64",
     )
@@ -187,7 +188,7 @@ class RunRequest(RunSettings):
         "--recipe",
         metavar="NAME",
         help="what to train: the cell of an earlier run, a @wb.recipe, or a built-in recipe",
-        without="the cell, or with %distributed the last cell",
+        without="the cell; with `%distributed`, the cell that was trained last",
         example="%distributed sharded --recipe base",
     )
     parameters: dict[str, Any] = _said(  # noqa: RUF009
@@ -198,7 +199,7 @@ class RunRequest(RunSettings):
         trains=True,
         argument="parameters",
         read=several.pairs("A parameter", "-p layers=4"),
-        help="parameter of the recipe: an argument of its function",
+        help="value for a parameter of the recipe: an argument of the recipe's function",
         without="the default of each parameter",
         example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
@@ -220,9 +221,8 @@ class RunRequest(RunSettings):
         "--plot",
         "auto",
         choices=PLOTS,
-        help="how the live dashboard is shown",
-        without="`auto`: the widget in a notebook, otherwise text; with `text` and `off`, "
-        "comparisons have no chart",
+        help="how the live dashboard is shown; with `text` and `off`, comparisons have no chart",
+        without="`auto`: the widget in a notebook, otherwise text",
         example="%%distributed mirrored --plot off",
     )
 
@@ -250,8 +250,8 @@ class RunRequest(RunSettings):
         "--allow-stale",
         False,
         trains=True,
-        help="with the strategy `auto`: also allow strategies that give other final weights than "
-        "one device",
+        help="with the strategy `auto`: also allow strategies whose result differs from the "
+        "result on one device",
         without="only strategies that give the same result as one device",
         example="%%distributed auto --allow-stale",
     )
@@ -260,7 +260,8 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with the strategy `auto`: time limit in seconds for all short runs together",
+        help="with the strategy `auto`: time limit in seconds for the short runs that compare "
+        "the strategies, all runs together",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -280,7 +281,7 @@ class RunRequest(RunSettings):
         False,
         trains=True,
         help="with --to-job: write a script that does not need Workbench",
-        without="the script uses Workbench, which records the job",
+        without="the script needs Workbench, which records the run",
         example="%%distributed mirrored -n 2 --to-job job --plain",
     )
 
@@ -500,11 +501,13 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
     """Raise PlanError if a worker cannot be replaced while the others train."""
     if not (entry.heals and entry.replicated):
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
+        shed = "; `shed`" if entry.sheds else ""
+        if shed and not entry.sync:
+            shed += f" with -o {entry.sync_option}=true"
         raise PlanError(
-            f"Strategy {entry.name} cannot add a new worker while the other workers train.",
+            f"Strategy {entry.name} cannot replace a slow worker during a run.",
             seen="--on-straggler replace",
-            allowed=f"`replace` in PyTorch with strategy {able}; `wait`"
-            + ("; `shed`" if entry.sheds else ""),
+            allowed=f"`wait`{shed}; in PyTorch with strategy {able} also `replace`",
             next_step="remove --on-straggler, or use an allowed value",
             code="WB-PLAN-326",
         )
@@ -512,7 +515,7 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
         raise PlanError(
             "--on-straggler replace works only with --on-failure heal.",
             seen=f"--on-straggler replace --on-failure {asked.on_failure}",
-            allowed="--on-failure heal, which is also the default with --on-straggler replace",
+            allowed="--on-failure heal (the default with --on-straggler replace)",
             next_step="remove --on-failure",
             code="WB-PLAN-327",
         )

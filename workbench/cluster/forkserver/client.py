@@ -394,7 +394,8 @@ class WarmParent:
             halted = halted + 1 if is_halted(pid) else 0
             if halted >= PATIENCE:
                 raise ClusterError(
-                    f"The warm parent (pid {pid}), which forks engines, was suspended by SIGSTOP.",
+                    f"The process that forks the engines (the warm parent, pid {pid}) was "
+                    "suspended by SIGSTOP.",
                     next_step="%cluster restart",
                     code="WB-CLUSTER-023",
                 )

@@ -183,7 +183,10 @@ def _harmless_in_child(name: str) -> bool:
     if pid == 0:
         import_module(name)
         if trouble := fork_hazard():
-            sys.stderr.write(f"{name} will be imported after the start of the engines: {trouble}\n")
+            sys.stderr.write(
+                f"{name} will be imported only after the engines have started, because a process "
+                f"that has imported it cannot fork safely: {trouble}\n"
+            )
             sys.stderr.flush()
         os._exit(1 if trouble else 0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

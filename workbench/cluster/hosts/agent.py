@@ -306,7 +306,7 @@ class Agent:
             return parent
 
     def _fork(self, message: wire.Fork) -> wire.Answer:
-        assert self._orders is not None, "the kernel must send `Orders` before `Fork`"
+        assert self._orders is not None, "internal error: `Fork` came before `Orders`"
         parent = self._warm(message.framework)
         parent.soon()
         parent.wait_ready()

@@ -251,7 +251,7 @@ def _no_class(name: str, why: str) -> PlanError:
         "The launcher's class cannot be imported.",
         seen=f"{name}: {why}",
         allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
-        next_step="check that the notebook can import this class, then start the cluster",
+        next_step="import the class in a cell; when the import works, start the cluster again",
         code="WB-PLAN-184",
     )
 
@@ -348,14 +348,18 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
     try:
         named = os.environ.get(VARIABLE, "").strip()
         if named and path != SITE_FILE and not path.exists():
-            raise FileNotFoundError(f"this file does not exist (its path is in {VARIABLE})")
+            raise FileNotFoundError(
+                f"this file does not exist (the environment variable {VARIABLE} has its path)"
+            )
         tables = limits.read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
             "The file with settings for launchers cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
-            allowed="a TOML file with the tables [ssh], [slurm] and [mpi]",
-            next_step=f"correct or remove the file, or set {VARIABLE} to another file",
+            allowed="a TOML file; its tables can be [ssh], [slurm] and [mpi]",
+            next_step="correct or remove the file"
+            if path == SITE_FILE
+            else f"correct the file, or set {VARIABLE} to another file",
             code="WB-PLAN-178",
         ) from error
     for name, table in tables.items():
@@ -366,7 +370,8 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
                 if is_table
                 else f"{path}: this setting is not in a table.",
                 seen=f"[{name}]" if is_table else f"{name} = {table!r}",
-                allowed="the tables [ssh], [slurm] and [mpi], with the names of flags as keys",
+                allowed="the tables [ssh], [slurm] and [mpi]; the keys in a table are names of "
+                "flags, without --",
                 next_step="correct this table's name in the file"
                 if is_table
                 else "write settings below the line [ssh], [slurm] or [mpi]",
@@ -389,7 +394,7 @@ def _of_table(table: Mapping[str, Any], launcher: str, path: str) -> dict[str, G
                 f"{where}: there is no setting with this name.",
                 seen=key,
                 allowed=", ".join((*TAKES[launcher], "python")),
-                next_step="correct this setting in the file",
+                next_step="correct the setting's name in the file, or remove the setting",
                 code="WB-PLAN-180",
             )
         found[name] = Given(value, f"{key} = {value!r} ({where})")
@@ -448,7 +453,7 @@ def _word(one: Given) -> str:
             "The name of the partition or account is not valid.",
             seen=one.shown,
             allowed="letters, digits and _; after the first character also - . , + @ : / =",
-            next_step="`sinfo` lists partitions; `sacctmgr show user $USER` lists accounts",
+            next_step="`sinfo` lists partitions; `sacctmgr show assoc user=$USER` lists accounts",
             code="WB-PLAN-181",
         )
     return text
@@ -476,8 +481,9 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
             raise PlanError(
                 "The list of hosts is invalid.",
                 seen=f"{text or 'an empty name'} in {one.shown}",
-                allowed="names or addresses with commas between them: host, host:4 (four engines)"
-                " or user@host:4; ports and ssh keys belong in ~/.ssh/config",
+                allowed="host, host:4 (at most four engines) or user@host:4, with commas between "
+                "hosts; a host is a name or an address; ssh's ports and keys belong in "
+                "~/.ssh/config",
                 next_step="--on node1:4,user@node2:4",
                 code="WB-PLAN-167",
             )
@@ -575,7 +581,8 @@ def _options(one: Given) -> dict[str, str]:
             raise PlanError(
                 "An option of the launcher is invalid.",
                 seen=one.shown,
-                allowed="NAME=VALUE or NAME; NAME is the option's long name without --",
+                allowed="NAME=VALUE or NAME; for slurm and mpi, NAME is a long option without "
+                "--; for ssh, NAME is an option of `ssh -o`, with a value",
                 next_step="for example, for slurm: --launcher-option qos=high; for ssh: "
                 "--launcher-option Port=2222",
                 code="WB-PLAN-183",

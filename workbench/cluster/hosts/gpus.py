@@ -249,19 +249,19 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         return ClusterError(
             f"--devices asks for GPUs, but Workbench cannot use any GPU on {host.name}.",
             seen=error.seen,
-            allowed="hosts with GPUs that the driver reports and CUDA_VISIBLE_DEVICES contains",
+            allowed="GPUs on every host: the driver must report them, and CUDA_VISIBLE_DEVICES, "
+            "if it is set, must contain them",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
-    twice = str(error.seen) in (error.allowed or "").split(", ")
-    step = "give each number only once" if twice else "use numbers that are allowed on every host"
+    if error.code != "WB-PLAN-024":
+        return error
     return PlanError(
-        "--devices contains a GPU twice."
-        if twice
-        else f"Workbench cannot use a GPU with this number on {host.name}. Every host uses the "
-        "GPUs with the numbers in --devices.",
+        f"On {host.name}, Workbench cannot use a GPU with this number. The numbers in --devices "
+        "apply to every host.",
         seen=error.seen,
         allowed=f"{error.allowed} (on {host.name})",
-        next_step=f"{step}, or remove --devices, so that Workbench chooses the GPUs",
+        next_step="use numbers that are allowed on every host, or remove --devices, so that "
+        "Workbench chooses the GPUs",
         code="WB-PLAN-187",
     )

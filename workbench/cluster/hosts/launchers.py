@@ -119,8 +119,9 @@ def address_of(name: str) -> str:
             "This machine cannot resolve the host's name.",
             seen=f"{name}: {error}",
             allowed="a name that this machine can resolve, an address, or a host in ~/.ssh/config",
-            next_step=f"try `ssh {name}` in a terminal; if the host is behind a jump host, give "
-            "the address of the notebook's machine with --listen",
+            next_step=f"run `ssh {name}` in a terminal; if ssh fails, correct the name; if ssh "
+            "works, for example through a jump host, start the cluster with --listen and an "
+            "address of this machine",
             code="WB-CLUSTER-060",
         ) from error
 
@@ -265,8 +266,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             f"{what}: Python on the host cannot import Workbench.",
             seen=last.splitlines()[-1],
             next_step="install the notebook's version of Workbench on the host (pip install "
-            "'distributed-workbench[torch]'), or give the host's interpreter: --launcher-option "
-            "python=/path/to/python",
+            "'distributed-workbench[torch]'), or name a Python on the host that has Workbench: "
+            "--launcher-option python=/path/to/python",
             code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:
@@ -275,8 +276,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and ports that are "
             "open",
-            next_step="give such an address with --listen, and ports that the firewall allows with "
-            "--ports; `workbench doctor --on HOST` checks the connection",
+            next_step="set --listen to an address that the hosts can connect to, and --ports to "
+            "ports that the firewall allows; `workbench doctor --on HOST` checks the connection",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")
@@ -294,8 +295,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
     return ClusterError(
         f"{what} ended before an engine could be started.",
         seen=f"exit code {code}: {last}" if code is not None else last,
-        next_step=f"remove this cause, and start the cluster again; if the cause is not clear, run "
-        f"`{command}` in a terminal",
+        next_step="remove the cause that this output shows, and start the cluster again; if the "
+        f"output does not show the cause, run `{command}` in a terminal",
         code="WB-CLUSTER-063",
     )
 

@@ -165,9 +165,9 @@ class HostedEngines:
             if wanted
             else f"Not all hosts answered within {waited_s:.0f} s.",
             seen=f"answers from {names}",
-            next_step="run `workbench doctor --on HOST`, which checks the connection to a host; if "
-            "a firewall blocks connections to this machine, choose open ports with --ports, and "
-            "another address of this machine with --listen",
+            next_step="run `workbench doctor --on HOST`: it checks the connection to a host; if a "
+            "firewall blocks connections to this machine, set --ports to open ports, or --listen "
+            "to another address of this machine",
             code="WB-CLUSTER-067",
         )
 
@@ -181,8 +181,8 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts cannot run cells: they need the notebook's versions of Python, "
-                "Workbench and ipyparallel, but have other versions.",
+                "The hosts cannot run cells, because their versions of Python, Workbench or "
+                "ipyparallel are not the notebook's versions.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the notebook's versions on the hosts, or give another "
                 "interpreter: --launcher-option python=/path/to/python",
@@ -235,8 +235,8 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"{cwd} exists, but it is not the notebook's folder, so the notebook's files are "
-                "missing"
+                f"the folder {cwd} there is not the same folder as on the notebook's machine, so "
+                "the notebook's files may be missing"
             )
         return (
             f"the notebook's folder {cwd} does not exist there, so engines start in "

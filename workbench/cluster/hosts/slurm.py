@@ -70,8 +70,8 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run `squeue -u $USER`; if it lists a new job named workbench, end the "
-                "job with scancel, because no notebook waits for it; then start the cluster again",
+                next_step="run `squeue -u $USER`; if it lists a new job named workbench, no "
+                "notebook waits for this job: cancel it with scancel; then start the cluster again",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:

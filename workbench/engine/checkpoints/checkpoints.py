@@ -102,8 +102,8 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "Another cell wrote the checkpoint. The trainings before this training have a "
-                "different number of steps in that cell than in this cell.",
+                "A different cell wrote the checkpoint: before this training, the two cells train "
+                "for different numbers of steps.",
                 seen=f"steps before this training: {self.context.trained} in this cell, "
                 f"{about['base']} in the cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
@@ -156,9 +156,9 @@ class Checkpoints:
     def _without_own(self, path: Path) -> str:
         rank = self.context.spec.rank
         return (
-            f"{path / f'rank-{rank}'} is missing, so the states of rank {rank}'s random number "
-            "generators are lost. The run continues, but its result will differ from that of an "
-            "uninterrupted run."
+            f"{path / f'rank-{rank}'} is missing, so rank {rank}'s own state is lost (for example, "
+            "the states of its random number generators). The run continues, but its result can "
+            "differ from that of an uninterrupted run."
         )
 
     def tell(self) -> None:
@@ -231,7 +231,7 @@ class Checkpoints:
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
             return False
-        assert self._writer is not None, "a run with checkpoints must have a folder for them"
+        assert self._writer is not None, "internal error: no folder for checkpoints"
         began = clock()
         self._writer.wait()
         strategy, spec = self._strategy, self.context.spec
@@ -325,7 +325,7 @@ def checkpoint() -> None:
     if not context.spec.checkpoint:
         raise FitError(
             "The run has no folder for checkpoints.",
-            next_step="add --checkpoint to the cell's first line: %%distributed mirrored "
+            next_step="add --checkpoint DIR to the cell's first line, as in %%distributed mirrored "
             "--checkpoint DIR",
             code="WB-FIT-004",
         )
@@ -466,10 +466,14 @@ class Writer:
         missing = [temporary / f"rank-{r}" for r in self._ranks()]
         while missing := [part for part in missing if not part.is_dir()]:
             if not temporary.is_dir() or (temporary / "failed").exists():
-                raise RunError("another worker could not write its part", code="WB-RUN-005")
+                raise RunError(
+                    "another worker could not write its part of the checkpoint",
+                    code="WB-RUN-005",
+                )
             if clock() > end_s or self._leaving.is_set():
                 raise RunError(
-                    f"{missing[0].name} did not write its part within {PARTS_S:g} s",
+                    f"{missing[0].name} did not write its part of the checkpoint within "
+                    f"{PARTS_S:g} s",
                     code="WB-RUN-006",
                 )
             self._leaving.wait(POLL_S)

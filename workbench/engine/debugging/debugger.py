@@ -144,7 +144,7 @@ class LiveDebugger(Debugger):
         """Hold the cell in `frame` until a command lets it continue."""
         self._open = self._between = False
         if not self._attention.busy.acquire(blocking=False):
-            tell("another thread of this rank is at a breakpoint, so this thread continues")
+            tell("another thread of this rank is already paused, so this thread continues")
             self.set_continue()
             return
         try:
@@ -289,7 +289,7 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
     if stdin_bridge.stop(frame):
         return
     if asks.busy.locked():
-        tell("breakpoint() was ignored, because this rank is paused at another breakpoint")
+        tell("breakpoint() was ignored, because this rank is already paused")
         return
     if _live is None or _live._attention is not asks:
         _live = LiveDebugger(asks)

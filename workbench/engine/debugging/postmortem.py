@@ -109,7 +109,7 @@ def command(line: str) -> str | None:
     if word in _RESUME:
         return (
             "The cell has ended and cannot continue. "
-            "You can inspect the cell with these commands: w u d l p pp a locals.\n"
+            "You can inspect the cell with these commands: w, u, d, l, p, pp, a, locals.\n"
         )
     try:
         debugger.onecmd(debugger.precmd(line))

@@ -302,8 +302,8 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the first matrix has {0} columns, but the second has {1} rows. If a `Linear` layer "
-        "failed, its input has {0} features: write nn.Linear({0}, ...), or put nn.Flatten() first",
+        "the first matrix has {0} columns, but the second {1} rows. If a `Linear` layer failed, "
+        "its input has {0} features: write nn.Linear({0}, ...), or put nn.Flatten() before it",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
@@ -338,7 +338,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
         "labels and output have different shapes, {0} and {1}: the last layer needs as many "
-        "outputs as a label has values. For images, begin the model with keras.layers.Flatten()",
+        "outputs as a label has values. For images, flatten before the last Dense layer",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
@@ -397,7 +397,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Found dtype Double but expected Float|expected .*Float but (?:found|got) Double"
         r"|must have the same dtype, but got Double and Float",
-        "x or y is float64, as in NumPy, but the model is float32: x = x.float() or y = y.float()",
+        "x or y is float64 (NumPy's default), but the model is float32: use x.float() or y.float()",
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
@@ -435,15 +435,15 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"Loaded runtime CuDNN library|DNN library (?:is not found|initialization failed)"
         r"|No DNN in stream executor",
         "TensorFlow did not find the right cuDNN, or the GPU has no memory for cuDNN. Run %pip "
-        "install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch has "
-        "one). Run nvidia-smi to see the programs on the GPU. Then run %cluster restart",
+        "install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch installs "
+        "a cuDNN). Run nvidia-smi to see the programs on the GPU. Then run %cluster restart",
     ),
     (
         r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"
         r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
         r"|libdevice not found|Couldn't (?:find|get) ptxas",
         "TensorFlow's CUDA does not fit the driver or the GPU. Use a newer driver, or a TensorFlow "
-        "built for the newest CUDA that the driver supports (nvidia-smi shows this version)",
+        "for a CUDA version that the driver supports (nvidia-smi shows the newest one)",
     ),
     (
         r"device-side assert",
@@ -464,8 +464,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"driver version is insufficient|NVIDIA driver on your system is too old",
-        "the GPU's driver is too old for this framework's CUDA: update the driver, install a wheel "
-        f"for an older CUDA, or train on the CPU: {_ON_CPU}",
+        "the driver is too old for the framework's CUDA version: update the driver, install the "
+        f"framework for an older CUDA version, or train on the CPU: {_ON_CPU}",
     ),
     (
         r"CUDA_ERROR_ALREADY_MAPPED|resource already mapped",
@@ -481,9 +481,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"
         r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|OOM when allocating",
-        "use a smaller batch, or a strategy that divides the model: sharded, model_split. The "
-        "failed cell's variables and activations are kept for %cluster debug until the next cell "
-        "begins. %cluster free deletes them, and the variables of earlier cells",
+        "use a smaller batch, or a strategy that divides the model: sharded, model_split. "
+        "Workbench keeps the failed cell's variables and activations for %cluster debug until the "
+        "next cell begins. %cluster free deletes them, and also all variables of earlier cells",
     ),
     (
         r"can't allocate memory|Cannot allocate memory|^MemoryError",
@@ -510,12 +510,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Connection closed by peer|Connection reset by peer",
         "another rank closed the connection: read the errors of the other ranks. If they have no "
-        "errors, one rank took fewer steps: all ranks must take the same number of steps",
+        "errors, a rank probably took fewer steps: all ranks must take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
-        "install the module in the notebook's Python, which the engines use: %pip install {0} "
-        "(a package can have another name than its module), then run the cell again",
+        "run %pip install {0}, then run the cell again. If engines run on other machines, install "
+        "{0} there too. Some packages have a different name from their module",
     ),
     (
         r"Trying to backward through the graph a second time",
@@ -549,7 +549,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "the limit (docker run --pids-limit=-1, ulimit -u)",
     ),
     (r"No space left on device|Disk quota exceeded", "delete some files, or use another folder"),
-    (r"Address already in use|EADDRINUSE", "use another port, or port 0 for any port not in use"),
+    (r"Address already in use|EADDRINUSE", "use another port; port 0 chooses an unused port"),
 )
 
 

@@ -181,7 +181,9 @@ class Membership:
                     if self._may_leave:
                         raise RunStopped("The other workers continue without this worker.")
                     if self.stale:
-                        assert self._latest is not None, "a stale group needs a newer group"
+                        assert self._latest is not None, (
+                            "internal error: the old group has no successor"
+                        )
                         self.generation, self.stale = self._latest.generation, False
                         if self.place in self._latest.places:
                             return self._latest

@@ -149,7 +149,7 @@ class Window:
             brought = ours is not None and folder.is_relative_to(ours)  # to the host's path
             self._note(
                 f"The profile of {steps} has one file per engine. run.profiles lists the files; "
-                "the website https://ui.perfetto.dev shows a file."
+                "open a file at https://ui.perfetto.dev to see it."
                 f"{'' if brought else f' Folder: {folder}'}"
             )
 

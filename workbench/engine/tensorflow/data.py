@@ -109,7 +109,7 @@ def batch_length(batch: Any) -> int:
     leaves = tf.nest.flatten(batch)
     if not leaves or not np.ndim(leaves[0]):
         raise FitError(
-            "A batch must contain an array with the samples as its first dimension.",
+            "A batch must contain an array with one row for each sample.",
             seen=type(batch).__name__,
             next_step="let the data set return batches (x, y) with one row of x and one row of y "
             "for each sample",

@@ -299,11 +299,13 @@ _OUTSIDE = (
     "and the optimizer's call into a function `step`, and call strategy.run(step, args=(batch,))."
 )
 _CAUSES = {
-    "cannot be modified after being initialized": "a cell cannot change the devices of this "
-    f"engine, which has at least {LOGICAL_DEVICES} logical CPU devices. Set the number of replicas "
-    "with -n instead.",
-    "AddN must have the same size and shape": "the replicas have shares of different sizes, and "
-    "the cell adds up tensors with one row per sample. Drop the smaller last batch with "
+    "cannot be modified after being initialized": "TensorFlow has already set up the devices of "
+    f"this engine (at least {LOGICAL_DEVICES} logical CPU devices), so a cell cannot change the "
+    "devices. Remove the line that changes them. To change the number of replicas, use -n in the "
+    "cell's first line.",
+    "AddN must have the same size and shape": "the cell adds up tensors with one row per sample, "
+    "but the replicas' shares have different numbers of samples. Use a batch size that is a "
+    "multiple of the number of replicas, and drop the smaller last batch: "
     "data.batch(64, drop_remainder=True).",
     "optimizer can only optimize Tensors": "a PyTorch optimizer cannot train a Keras model; "
     "use an optimizer of keras.optimizers.",

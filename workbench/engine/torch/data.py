@@ -486,9 +486,9 @@ def batch_length(data: Any) -> int:
         if tensor.dim():
             return len(tensor)
     raise FitError(
-        "A batch must contain a tensor with the samples as its first dimension.",
+        "A batch must contain a tensor with one row for each sample.",
         seen=type(data).__name__,
-        next_step="let the data set or its collate_fn return tensors with one row for each sample",
+        next_step="make the data set or the loader's collate_fn return such tensors",
         code="WB-FIT-045",
     )
 

@@ -459,7 +459,7 @@ class Updates:
         if self._aborted.is_set():
             raise ClusterError(
                 "This step's collectives were aborted before they had finished.",
-                seen="gradients that are only partly summed",
+                seen="sums of gradients that may be incomplete",
                 next_step="run the cell again; no result of these collectives was used",
                 code="WB-CLUSTER-054",
             )
@@ -585,12 +585,12 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     if (size, rank) == (spec.world_size, spec.rank):
         return
     raise ClusterError(
-        "The arguments of init_process_group do not match this cell's process group.",
+        "init_process_group received a world_size or rank that does not match this cell's group.",
         seen=f"world_size={size}, rank={rank}",
-        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker; or neither "
-        "argument, because the variables WORLD_SIZE and RANK already contain these values",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker; without these "
+        "arguments, PyTorch reads WORLD_SIZE and RANK, which Workbench has set to these values",
         next_step="remove both arguments, and the lines that set RANK or WORLD_SIZE"
-        + ("" if size == spec.world_size else f"; or start the cell with -n {size}"),
+        + ("" if size == spec.world_size else f"; or use -n {size} in the cell's first line"),
         code="WB-CLUSTER-032",
     )
 

@@ -378,7 +378,7 @@ def explain_mistake(error: BaseException) -> str | None:
     if one == 4 * width and len(shape) == 4:
         text += (
             f", and give the next Linear {one} inputs; or put a 2x2 max-pool before view(): "
-            f"it reduces {shape[2]}x{shape[3]} to {shape[2] // 2}x{shape[3] // 2}"
+            f"the pool reduces {shape[2]}x{shape[3]} to {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
         text += f", and give the next Linear {one} inputs"

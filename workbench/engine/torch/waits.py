@@ -35,7 +35,7 @@ clock = time.monotonic
 SLICE = timedelta(seconds=0.5)
 PATIENCE_S = 1.0
 """How long a collective may still end by itself after its connections were shut."""
-LEFT = "gloo: this worker stopped waiting for a collective, because its connections are closed"
+LEFT = "gloo: this worker stopped waiting for a collective, because the connections are closed"
 _ONE_TO_ONE = (12, 13, 14)
 """Send, receive, receive from any rank, as `Work._get_op_type` numbers them (c10d/Types.hpp)."""
 

@@ -40,7 +40,7 @@ def fit(
     """Train `model` in place, under the strategy of the cell.
 
     A step is one optimizer step. In a step all workers together use `batch_size` samples. With
-    `accumulate`, these are the samples of all microbatches. `--epochs`, `--steps`, `--batch-size`
+    `accumulate`, these are the samples of all parts. `--epochs`, `--steps`, `--batch-size`
     and `--seed` in the first line of the cell override the arguments.
 
     Args:
@@ -66,7 +66,7 @@ def fit(
         scheduler: A function that takes the optimizer and returns a scheduler, or a scheduler. The
             scheduler makes a step after each optimizer step, not after each epoch.
         clip_norm: Largest allowed norm of the gradient of the whole batch.
-        accumulate: Number of microbatches into which each worker divides its share.
+        accumulate: Number of parts into which each worker divides its share.
         precision: None, `"bf16"` or `"fp16"`, the precision of autocast. On CUDA, fp16 uses loss
             scaling.
         compile: Whether to compile the model.

@@ -187,7 +187,8 @@ def check_extras(
         )
     if not _whole(accumulate) or accumulate < 1:
         raise FitError(
-            "`accumulate` must be a whole number of microbatches.",
+            "`accumulate` must be a whole number: the number of parts into which each worker "
+            "divides its share.",
             seen=accumulate,
             allowed="1 or more",
             code="WB-FIT-022",
@@ -224,7 +225,7 @@ _EXPLAINED = {
 _INSTEAD = {
     "built_optimizer": "a function that makes the optimizer",
     "own_data": "the same data on every worker",
-    "uneven_batches": "a batch_size that divides the number of samples without remainder",
+    "uneven_batches": "a number of samples that is a multiple of batch_size",
 }
 
 
@@ -318,7 +319,8 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
             "the model.",
             seen=f"tensors on device `meta`: {lacking[0]}"
             + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
-            allowed=f"a model with weights; under {', '.join(able)} also a model on device `meta`",
+            allowed="a model with weights; a model on device `meta` only under one of these "
+            f"strategies: {', '.join(able)}",
             next_step=f"build the model without torch.device('meta'), or use {able[0]}"
             if entry.name not in share
             else "pass the function that builds the model: wb.fit(lambda: make_model(), ...)",

@@ -69,9 +69,9 @@ def prepare(
             seen=f"{3 + len(more)} values; after the loader: "
             + ", ".join(type(one).__name__ for one in more),
             allowed="wb.prepare(model, optimizer, loader, keep=[...])",
-            next_step="call schedulers in the loop as before; if checkpoints must contain them, "
-            "pass keep=[scheduler]; use the loader of the test data without wb.prepare; for a "
-            "second model, call wb.prepare(model, optimizer) again",
+            next_step="do not pass schedulers: call them in the loop as before. If checkpoints "
+            "must contain them, pass keep=[scheduler]. Do not pass the loader of the test data. "
+            "For a second model, call wb.prepare(model, optimizer) again",
             code="WB-FIT-191",
         )
     fit_arguments.check_supported(context.entry, "prepare", ())

@@ -115,7 +115,7 @@ def take(
     Raises:
         LinkError: The donor has ended, does not know the key, or sends another size.
     """
-    peer = "the worker that sends its state"
+    peer = "the worker that sends the training state"
     try:
         sock = dial(json.loads(store.get(where)), "auto")
     except OSError as error:

@@ -153,7 +153,7 @@ class ChildRun:
             raise RunError(
                 f"W&B did not answer the request `{what}` within {timeout_s:g} s. {said}"
                 if late
-                else f"W&B's process ended at the request `{what}`. {said}",
+                else f"W&B's process ended during the request `{what}`. {said}",
                 code="WB-RUN-121",
             )
         answer: dict[str, Any] = json.loads(line)

@@ -147,7 +147,8 @@ def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) ->
     if not joined:
         return f"{goes}. A new engine starts and takes the remaining steps of the dead worker."
     lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
-    return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
+    pause = f"a pause of {1e3 * done.seconds:.0f} ms"
+    return f"{goes} from step {done.step}, after {pause}; {lost}."
 
 
 def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers: int) -> str:
@@ -155,7 +156,7 @@ def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers:
     return (
         f"{' and '.join(who)} left ({why}). {workers} worker"
         f"{' continues' if workers == 1 else 's continue'} from step {step}, after "
-        f"{1e3 * seconds:.0f} ms; no step is lost."
+        f"a pause of {1e3 * seconds:.0f} ms; no step is lost."
     )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Way = Literal["regroup", "alone", "at once", "together"]
 HOW: dict[Way, Purpose] = {"alone": "leave_alone", "at once": "leave_now"}
 LOOK_S = 0.05
-NO_ROOM = "No new engine replaces this worker, because its host is shutting down."
+NO_ROOM = "{} is not replaced by a new engine, because its host is shutting down."
 
 
 class Execution(Protocol):
@@ -104,7 +104,7 @@ class Departures:
     def _replace_later(self, engine: int, event: ToldToEnd) -> None:
         """Start a new engine in its place after its process has ended, if the machine has room."""
         if event.host:
-            self._launch.run.note(NO_ROOM)
+            self._launch.run.note(NO_ROOM.format(self._launch.run.called(engine)))
             return
         threading.Thread(
             target=self._replace, args=(engine,), name="workbench-replace", daemon=True

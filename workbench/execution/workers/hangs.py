@@ -131,7 +131,7 @@ def diagnose(
     if elsewhere:
         return f"{waits}; {elsewhere}"
     if len({_waits_in(workers[i]) for i in waiting}) > 1:
-        return f"{waits}: these workers wait for each other"
+        return f"{waits}: these workers wait for each other, in different calls"
     if absent:
         them = f"rank{'s' if len(absent) > 1 else ''} {ranges(absent)}"
         return (
@@ -141,7 +141,7 @@ def diagnose(
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
         return (
             f"{waits}. All workers wait in the same call: perhaps the message is large, or the "
-            "workers' tensors do not match"
+            "shapes or types of the workers' tensors do not match"
         )
     return ""
 

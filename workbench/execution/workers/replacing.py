@@ -72,7 +72,8 @@ class Replacing(Watching):
             why = "it was already replaced" if again else f"{MOST} workers were already replaced"
             self._over = True
             self._run.note(
-                f"{who} takes {slow}, although {why}. Workbench replaces no more workers."
+                f"{who} takes {slow}. Workbench does not replace this worker, because {why}. From "
+                "now on, Workbench replaces no slow worker of this run."
             )
             return
         self._replaced.append(engine)

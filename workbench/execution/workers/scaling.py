@@ -152,7 +152,14 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
 
 
 def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
-    """Return the error for a request that all workers leave."""
+    """Return the error for a request that all workers leave, or only engines that are none."""
+    if not set(engines) & set(members):
+        return RunError(
+            "None of these engines is a worker of the run.",
+            seen=f"engines {list(engines)}",
+            allowed=f"the run's engines: {', '.join(map(str, members))}",
+            code="WB-RUN-152",
+        )
     return RunError(
         "At least one worker must stay in the run.",
         seen=f"engines {list(engines)} would leave; the run has engines {list(members)}",
@@ -166,10 +173,11 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
     """Return the error if a worker to add already takes part, or is not a worker of the run."""
     return RunError(
         "The engine cannot join the run.",
-        seen=f"engine {engine} already trains"
+        seen=f"engine {engine} is already training"
         if engine in members
-        else f"engine {engine} is not one of the run's engines",
-        allowed=f"an engine of this run that does not train now (engines {list(members)} train)",
+        else f"engine {engine} is not an engine of this run, or is already joining or leaving, or "
+        "has finished",
+        allowed=f"an engine of this run that died or left (engines {list(members)} train)",
         code="WB-RUN-142",
     )
 

@@ -141,10 +141,12 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
     """Return which steps the rates count."""
     if not any(row.samples_per_s.count for row in rows):
         return ""
-    cut = [f"{row.warm_up} of {row.name}" for row in rows if row.warm_up]
-    out = (
-        f" (first steps that are left out: {', '.join(cut)})" if cut else " (no run needed warm-up)"
-    )
+    cut = [
+        f"the first {row.warm_up} step{'s' * (row.warm_up != 1)} of {row.name}"
+        for row in rows
+        if row.warm_up
+    ]
+    out = f" (not counted: {', '.join(cut)})" if cut else " (no run needed warm-up)"
     return (
         f"Samples per second and the parts of the step time are measured after warm-up{out}. "
         'The column "all steps" shows the samples per second including warm-up.'
@@ -495,7 +497,7 @@ def _steps(group: Sequence[RunSummary]) -> str:
     if first.first_step:
         return f"{asked} ({counted} of them in this run)"
     if not first.joined and counted > asked:
-        return f"{asked} for each worker ({counted} by the busiest worker)"
+        return f"{asked} for each worker ({counted} steps by the fastest worker)"
     return f"{asked} ({counted} completed)"
 
 
@@ -510,7 +512,10 @@ def _seeds(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
     listed = "; ".join(
         f"{name} {', '.join(map(str, sorted(seeds)))}" for name, seeds in known.items()
     )
-    return [f"The seeds differ, so the runs began with different weights: {listed}."]
+    return [
+        "The strategies were not trained with the same seeds, so their runs can begin with "
+        f"different weights: {listed}."
+    ]
 
 
 def _devices(runs: Sequence[RunSummary]) -> list[str]:
@@ -542,9 +547,9 @@ def _updates(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
         return []
     which = ", ".join(alone)
     return [
-        f"In a step of {which}, each worker updates the parameters separately with its share of "
-        "the batch, so a step has as many updates as workers. A step of the other runs has one "
-        "update."
+        f"In {which}, each worker updates the parameters separately with its share of the batch, "
+        "so a global batch gives as many updates as there are workers. In the other runs, a global "
+        "batch gives one update."
     ]
 
 
@@ -578,8 +583,8 @@ def _single(run: RunSummary) -> list[str]:
         found.append(f"{run.name} started with a model that an earlier run had trained.")
     if run.first_step:
         found.append(
-            f"{run.name} continued an earlier run after {run.first_step} steps. The column "
-            f'"steps" counts only the {run.steps} steps after that.'
+            f"{run.name} continued an earlier run from step {run.first_step} on. The column "
+            f'"steps" counts only the {run.steps} steps of {run.name}.'
         )
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""

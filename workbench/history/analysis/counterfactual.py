@@ -111,8 +111,8 @@ def what_if(
     if not len(table.step):
         chosen = first is not None or last is not None
         raise RunError(
-            f"run.what_if cannot compute anything: {'none of these' if chosen else 'no'} step"
-            f"{'s' * chosen} is stored and complete on all workers.",
+            "run.what_if needs at least one step that all workers have completed, but "
+            f"{'there is none between `first` and `last`' if chosen else 'there is none yet'}.",
             seen=f"first={first}, last={last}" if chosen else None,
             next_step="use other values for `first` and `last`, or leave them out"
             if chosen

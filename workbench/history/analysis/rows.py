@@ -421,9 +421,9 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "Workbench estimates the batch with which several workers are faster than one. The estimate "
-    "assumes that the time for compute and data grows with the batch, and that the time for "
-    "waiting and communication stays the same."
+    "Workbench estimates how large the batch must be for several workers to be faster than one. "
+    "The estimate assumes that the time for compute and data grows with the batch, and that the "
+    "time for waiting and communication stays the same."
 )
 
 
@@ -499,9 +499,9 @@ _IF_IT_GROWS = "If the compute time grows in proportion to the batch,"
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"In a step, data wait and compute together take {milliseconds(payoff.work_s)} on each "
-        f"worker (with 1/{plan.workers} of the batch), and {milliseconds(payoff.one_work_s)} with "
-        f"{one.name} (with the whole batch)"
+        f"In a step, data wait and compute take {milliseconds(payoff.work_s)} on each worker, for "
+        f"1/{plan.workers} of the batch. They take {milliseconds(payoff.one_work_s)} with "
+        f"{one.name}, for the whole batch"
     )
     why = "perhaps most of the time does not depend on the batch size."
     if share_cores(one, plan):

@@ -522,7 +522,7 @@ def write(run: RunData, path: str | Path | None = None) -> Path:
         raise RunError(
             f"The trace cannot be written: {error.strerror}.",
             seen=str(goal),
-            allowed="a file in an existing folder that this user may write to",
+            allowed="a file in an existing folder in which you may write",
             code="WB-RUN-090",
         ) from error
     finally:

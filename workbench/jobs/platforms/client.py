@@ -156,17 +156,17 @@ class Platform(Protocol):
 # -- programs --------------------------------------------------------------------------------------
 
 _INSTALL = {
-    "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its "
-    "environment module before you start Jupyter; or copy the job folder to the login node "
-    "and run `sbatch job.sbatch` in the copy",
+    "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load "
+    "Slurm's environment module before you start Jupyter; or copy the job folder to the login "
+    "node and run `sbatch job.sbatch` in the copy",
     "ssh": "install ssh (Debian: apt-get install openssh-client); or copy the job folder to the "
     "host by hand and run `bash start.sh` in the copy",
     "ray": 'pip install "ray[default]"; or, on a machine with Ray, run in the job folder: '
     "ray job submit --working-dir . --runtime-env ray-env.yaml -- python run_ray.py",
     "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools); or, on a machine with "
     "kubectl, run in the job folder: kubectl create -f trainjob.yaml",
-    "sky": 'pip install "skypilot[...]" for your cloud; or, on a machine with SkyPilot, run in the '
-    "job folder: sky launch sky.yaml",
+    "sky": 'pip install "skypilot[aws]" (instead of aws, write the name of your cloud); or, on a '
+    "machine with SkyPilot, run in the job folder: sky launch sky.yaml",
 }  # fmt: skip
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -226,8 +226,8 @@ def say(
             raise ClusterError(
                 f"{program} does not answer.",
                 seen=f"{shlex.join(command[:3])} did not end within {limit_s:g} s",
-                next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if this "
-                "command submits a job, first check whether the platform already has the job",
+                next_step="if the command submits a job, first check whether the platform already "
+                f"has the job; then try the command in a terminal: {shlex.join(command)[:200]}",
                 code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))

@@ -103,8 +103,8 @@ def ring(c: Check) -> None:
     c.expect(
         not off,
         "no worker sends more than one chunk in a round",
-        f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes, which "
-        "is more than one chunk in each round",
+        f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes in all "
+        "rounds together. This is more than one chunk in each round",
         "each message must be one chunk of the tensor, not the whole tensor. The reduce-scatter "
         "and the all-gather must have N-1 rounds each",
     )
@@ -162,7 +162,7 @@ def hierarchical(c: Check) -> None:
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
     c.expect(
         True,
-        "the members of a group send only to their leader, for all leaders that were tried",
+        "in all groups that the check tried, the members send only to their leader",
         "",
     )
     c.expect(True, "with m groups, no leader sends more than (m-1) M bytes to other leaders", "")

@@ -140,7 +140,7 @@ def blind(c: Check) -> None:
         f"`culprit` is {culprit}, but worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a "
         "typical step, so it is not the slow worker",
         "a worker that waits was ready early. For which worker do the others wait? In the table of "
-        "blind.blame(), each column shows the waits for one worker",
+        "blind.blame(), each column shows how long the others waited for one worker",
     )
     found = c.array("potential", (workers,))
     right = all(close(a, b, SHARE) for a, b in zip(found, truth, strict=True))
@@ -197,8 +197,8 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}, but with a slow worker that needs "
-            f"{found:.4g} s, a step with it and a step without it are not equally long.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}, but if the slow worker needs "
+            f"{found:.4g} s, a step with this worker is not as long as a step without it.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
             else "if the slow worker is left out, how large is the part of each of the other "

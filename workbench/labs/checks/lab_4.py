@@ -144,11 +144,11 @@ def central_step(c: Check) -> None:
     off = [float(np.abs(w - true).max()) for w, (true, _) in zip(weights[0], alone, strict=True)]
     state_off = [float(np.abs(v - true).max()) for v, (_, true) in zip(held, alone, strict=True)]
     hint = (
-        "weight each gradient by the number of its worker's samples in this step, as in the "
-        "formula for g. Also keep `velocity` for the next step"
+        "multiply each worker's gradient by this worker's number of samples in this step, as in "
+        "the formula for g. Also keep `velocity` for the next step"
     )
     if all(one <= EXACT for one in state_off):
-        hint = "`velocity` is right: check how you change `w` with it"
+        hint = "`velocity` is right: check the line that changes `w`"
     elif all(one <= EXACT for one in off):
         hint = "`w` is right: compare `velocity` with the formula for v"
     elif max(off[0], state_off[0]) <= EXACT:
@@ -353,8 +353,8 @@ def store(c: Check) -> None:
         .replace("{start!r}", repr(start))
         .replace("{fill}", repr(_FILL)),
         limit_s=LIMIT_S,
-        hint="all workers call `push` and `pull` in the same order, a value may be a matrix, and "
-        "only worker 0 has the values",
+        hint="all workers call `push` and `pull` in the same order. A tensor in `values` may be a "
+        "matrix. Only worker 0 keeps copies of these tensors",
     )
     truth = [np.array(values) for _, values in start.values()]
     pulled = [[[np.asarray(one, dtype=float) for one in pair] for pair in w[0]] for w in found]

@@ -1,4 +1,4 @@
-"""Lab 7: the same in TensorFlow."""
+"""Lab 7: the same strategies in TensorFlow."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def odd_step(c: Check) -> None:
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
     c.need(
         bool(odd),
-        "In every step of the run 'mirrored', the shares are equal.",
+        "The run 'mirrored' must have a step with unequal shares, but it has none.",
         "run the cells of section 1 again, exactly as they are in the original lab",
     )
     shares = steps[odd[0]]
@@ -216,7 +216,7 @@ def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) 
     c.need(
         math.isclose(found, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.",
-        "pair the weights by their order, because layers may have equal shapes. Transpose the "
+        "pair the weights by their order, because layers may have equal shapes. Transpose Keras' "
         "matrices, because Keras and PyTorch store them in different layouts. Return the largest "
         "absolute difference over all matrices and biases",
     )

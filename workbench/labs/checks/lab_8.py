@@ -115,7 +115,7 @@ def by_hand(c: Check) -> None:
         and _is_near(first["whole"], _trained(begun[0], batches, 20)),
         "The check trains a small model on the engines. The weights of this model were wrong "
         "before the check called `load`.",
-        "a cell may have changed torch: restart the engines with labs.begin(8, engines=3), and run "
+        "a cell may have changed torch on the engines: run %cluster restart in a new cell, then "
         "the cell of exercise 8.1 again",
     )
     if any(not finding.right for finding in c.findings):

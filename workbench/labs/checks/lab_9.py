@@ -175,7 +175,7 @@ def _played(c: Check, name: str) -> None:
         play["honest"] is True,
         f"the prediction was sealed before the case was run (attempt {attempt + 1} at case {name})",
         "the prediction was sealed after the case had been run",
-        f'blind.case("{name}") gives new numbers: probe, predict, seal, and only then run',
+        f'blind.case("{name}") begins a new attempt: probe, predict, seal, and only then run',
     ):
         return
     factor = predicted / measured[strategy]
@@ -195,7 +195,7 @@ def _played(c: Check, name: str) -> None:
         f"by the formulae of section 1, the chosen strategy achieves at least {ENOUGH:.0%} of the "
         "rate of the best strategy",
         f"by the formulae of section 1, {strategy} achieves {share:.0%} of the rate of the best "
-        f"strategy, but it must achieve at least {ENOUGH:.0%} (measured: {seen:.0%})",
+        f"strategy, but it must achieve at least {ENOUGH:.0%} (measured in the runs: {seen:.0%})",
         "predict the rates of all four strategies from the same three numbers, and compare these "
         "rates before you choose",
     )

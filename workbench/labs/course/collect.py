@@ -31,7 +31,8 @@ SAID: dict[State, str] = {
     "unchanged": "collected before",
     "replaced": "collected; the previous notebook is kept, with .before at the end of its name",
     "older": "not collected: the student also handed in a newer notebook for this lab",
-    "kept": "not collected: the folder already has another notebook; use --replace to replace it",
+    "kept": "not collected: another notebook of the student for this lab was collected earlier; "
+    "use --replace to replace it",
     "unreadable": "not collected",
 }
 MOST_MEMBERS = 20_000

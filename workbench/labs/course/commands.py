@@ -49,8 +49,8 @@ def add_commands(commands: Any) -> None:
 def add_flags(add: Any) -> None:
     """Add what a course needs to the flags of `workbench grade`."""
     add("--csv", type=Path, metavar="FILE",
-        help="write the points to this gradebook (a CSV file); its other rows do not "
-             "change")  # fmt: skip
+        help="write the points to this gradebook (a CSV file); the rows of other students and "
+             "labs do not change")  # fmt: skip
     add("--roster", type=Path, metavar="FILE",
         help="CSV file with all students; the gradebook then also gets a row for each student "
              "without a notebook")  # fmt: skip

@@ -72,7 +72,8 @@ class Isolation:
             return said + more if self.network else said
         if self.how == "user":
             return ("isolated as another user: cells cannot send signals to the grading process, "
-                    f"but cells can read files that every user can read ({self.why})")  # fmt: skip
+                    "but cells can read files that every user can read (stronger isolation is not "
+                    f"possible: {self.why})")  # fmt: skip
         return f"not isolated: cells can read the checks and end the grading process ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:

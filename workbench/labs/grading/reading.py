@@ -106,7 +106,7 @@ def read(path: Path) -> Book:
 def _content(path: Path) -> Any:
     try:
         if path.is_dir():
-            raise Unreadable("This is a folder: give the notebooks in this folder.")
+            raise Unreadable("This is a folder: name the notebooks in this folder instead.")
         if not path.exists():
             raise Unreadable("There is no such file.")
         if not path.is_file():
@@ -339,8 +339,9 @@ class _Student:
                 if places:
                     count = _counted(len(places), kind) + of
                     where = f"{'cell' if len(places) == 1 else 'cells'} {_listed(places)}"
-                    said.append(f"{count} {words} ({where} of the original)")
-        restored = [f"{words}: the original was run" for words in said]
+                    was = "was" if len(places) == 1 else "were"
+                    said.append(f"{count} {was} {words} ({where} of the original notebook)")
+        restored = [f"{words}: the original was run instead" for words in said]
         idle = [
             cell.place
             for i, cell in enumerate(self._cells)
@@ -349,7 +350,8 @@ class _Student:
         ]  # fmt: skip
         if idle:
             words = f"{_counted(len(idle), 'cell')} outside all exercises"
-            restored.append(f"{words} ({_listed(idle)}): not run")
+            was, of = ("was", "cell") if len(idle) == 1 else ("were", "cells")
+            restored.append(f"{words} {was} not run ({of} {_listed(idle)} of this notebook)")
         return restored
 
 

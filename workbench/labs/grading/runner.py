@@ -111,11 +111,11 @@ def lab_of(path: Path) -> Book:
     lab = read(path)
     if lab.version == "solved":  # an empty notebook would get the solutions
         raise Unreadable(
-            "The notebook contains the solutions: give the students' notebook of this lab."
+            "The notebook contains the solutions: use the students' notebook of this lab instead."
         )
     if not any(cell.check for cell in lab.cells):
         raise Unreadable(
-            "The notebook has no checks: give the students' notebook that `workbench labs` made."
+            "The notebook has no checks: use the students' notebook that `workbench labs` made."
         )
     return lab
 
@@ -296,7 +296,9 @@ class Grading:
         mine = [item.exercise] if item.kind == "check" else []
         suspects = [n for n in [*mine, *reversed(self._ran)] if n not in self._left_out]
         if not suspects:
-            raise _Enough(f"the lab's cell {item.place} failed before any answer had run: {why}")
+            raise _Enough(
+                f"the lab's cell {item.place} failed before the first exercise's cell ran: {why}"
+            )
         if item.kind == "step":
             why = f"the lab's cell {item.place}, which runs after the exercise, failed: {why}"
         self._stop(suspects[0], why)

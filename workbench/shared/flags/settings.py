@@ -121,8 +121,8 @@ class RunSettings:
         trains=True,
         argument="spares",
         read=number("--spares", 0),
-        help="number of engines that run the cell up to wb.fit and wait there, so that they can "
-        "replace a dead engine immediately (--on-failure heal)",
+        help="number of spare engines, which run the cell up to wb.fit and wait there; if an "
+        "engine dies, a spare engine replaces it immediately (--on-failure heal)",
         without="0: a new engine is started only after an engine has died",
         example="%%distributed mirrored --spares 1",
     )

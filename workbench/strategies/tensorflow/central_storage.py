@@ -11,9 +11,9 @@ gradients, and the optimizer runs on it once:
 The step waits for the slowest device, as under `mirrored`. The parameters and the optimizer need
 less memory than under `mirrored`, but all parameters and gradients pass through one device.
 
-If several replicas write to the same variable in a step (BatchNorm's statistics), Keras stores the
-mean of their values. All replicas use the Dropout seeds of replica 0 (`keras/patches.py` explains
-why).
+Several replicas can write to the same untrained variable of a layer in one step. Workbench then
+makes Keras store the mean of the replicas' values if they are floating-point numbers (BatchNorm's
+statistics). If they are whole numbers (Dropout's seeds), Keras stores the value of replica 0.
 
 Sources: tf.distribute.experimental.CentralStorageStrategy,
 https://www.tensorflow.org/guide/distributed_training#centralstoragestrategy; Li et al., Scaling

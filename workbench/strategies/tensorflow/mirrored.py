@@ -11,12 +11,13 @@ Some Keras layers also keep values that are not learnt from gradients (BatchNorm
 statistics). These values are averaged over the replicas at the end of each step. In BatchNorm, each
 replica normalises over its own share of the batch.
 
-Embeddings work as in TensorFlow without Workbench. The gradient of an Embedding is a list of rows,
-and Adam, RMSprop and Adagrad square each row of this list separately. A lookup that depends on a
-sample adds one row to the list, no matter how many replicas there are. But lookups that do not
-depend on the samples, such as positions (`Embedding(arange)`), are made by every replica. So the
-list contains each row of such a lookup once per replica. For these rows, the steps of the three
-optimizers differ from the steps on one device. With SGD the steps are equal.
+For some Embeddings, the steps of Adam, RMSprop and Adagrad differ from the steps on one device, as
+in TensorFlow without Workbench. The gradient of an Embedding is a list of rows, and these
+optimizers square each row separately. A lookup that depends on a sample adds one row to the list,
+on one device or on several replicas. But every replica makes the lookups that do not depend on the
+samples, such as positions (`Embedding(arange)`). Where one device adds one row, n replicas add n
+rows, and the sum of these n rows is the row of the one device. The squares of n rows do not add up
+to the square of their sum, so the steps differ. With SGD the steps are equal.
 
 The step waits for the slowest device. Each replica's loss is divided by the number of replicas
 (Keras does this automatically). So the sum of the gradients is the gradient of the mean loss of the

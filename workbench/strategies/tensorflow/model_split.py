@@ -14,9 +14,10 @@ time is its bubble. PyTorch's `model_split` makes the bubble smaller with microb
 
 Sums are computed in the same order as on one device, so the result is the same.
 
-The option `split_at` names the layers that begin a stage. Without this option, the layers are
-divided so that all stages have about the same number of parameters (`Chain` in the source).
-`parts/stages.py` moves the layers to their devices and measures when each stage is busy.
+The option `split_at` names the layers that begin a stage. Without this option, Workbench chooses
+the layers so that all stages have about the same number of parameters. In the source, the class
+`Placement` moves the layers to their devices, and `parts/stages.py` measures when each stage is
+busy.
 
 Sources: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3 (model
 parallelism); tf.device, https://www.tensorflow.org/guide/gpu#manual_device_placement.

@@ -1,8 +1,9 @@
 """Multi-worker mirrored: one engine per worker, each with a full copy of the parameters.
 
-Every worker computes its share of each batch. The gradients are sent from engine to engine in a
-ring, and each engine adds its own gradients. So all workers apply the same sum, and their copies of
-the model stay equal to the last bit:
+Every worker computes its share of each batch. Then the gradients are added up, in a ring or with
+NCCL. In a ring, each engine receives gradients from one neighbour, adds its own gradients to them,
+and sends the sum to the other neighbour. At the end all workers apply the same sum, so their copies
+of the model stay equal to the last bit:
 
     worker 0:  forward, backward --+                     +-> update
                                    |    <- ring / NCCL -> |
@@ -17,21 +18,25 @@ the run:
 
 Some Keras layers also keep values that are not learnt from gradients (BatchNorm's moving
 statistics). These values are averaged over the workers at the end of each step, so saved models are
-equal too. In BatchNorm, each worker normalises over its own share of the batch. With Keras, all
-workers can save to the same file: each worker saves the complete model or the complete weights, and
-the file that is saved last remains. `CSVLogger`, `TensorBoard` and `BackupAndRestore` write only on
-rank 0. If a cell writes other files, use a different path for each rank, or write them only on
-rank 0 (`if rank == 0:`).
+equal too. In BatchNorm, each worker normalises over its own share of the batch.
 
-Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
-would wait forever for a missing worker, and block every thread of its process. If a collective
-operation (such as an all-reduce) hangs later, it ends after `timeout_s` seconds.
+With Keras, all workers can save to the same path. Each worker saves the complete model or the
+complete weights, and the file that is saved last remains. `CSVLogger`, `TensorBoard` and
+`BackupAndRestore` write only on rank 0. If a cell writes other files, use a different path for each
+rank, or write them only on rank 0 (`if rank == 0:`).
+
+Workbench sets `TF_CONFIG` only when all workers are ready. Otherwise TensorFlow would wait forever
+for a missing worker, and block every thread of its process. If a collective operation (such as an
+all-reduce) hangs later, it ends with an error after `timeout_s` seconds.
 
 Every worker opens a gRPC server (a socket for messages from other processes) for the run. The gRPC
 server listens on every network interface, even if its address is 127.0.0.1. After the run, no
-process can connect to it. The engines lose the TensorFlow tensors and variables of earlier cells,
-because TensorFlow deletes them when a process joins a TensorFlow cluster (a group of TensorFlow
-processes). NumPy arrays and the model that was trained are kept.
+process can connect to it.
+
+The workers form a TensorFlow cluster (a group of TensorFlow processes). When a process joins such a
+cluster, TensorFlow deletes all tensors and variables of this process. So the engines lose the
+TensorFlow tensors and variables of earlier cells. NumPy arrays and the model that was trained are
+kept.
 
 Sources: tf.distribute.MultiWorkerMirroredStrategy,
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras; Patarasuk and Yuan,

@@ -1,8 +1,8 @@
 """Asynchronous data parallelism under a coordinator: servers hold the variables, workers compute.
 
-The cell runs on one engine, the coordinator. The coordinator does not compute; it schedules
-closures (functions that compute one step), and an idle worker takes the next closure. In a closure,
-a worker reads the variables from the servers and computes the gradients of its share of a batch.
+The cell runs on one engine, the coordinator. The coordinator does not compute. It schedules
+closures: functions that compute one step. An idle worker takes the next closure. In a closure, a
+worker reads the variables from the servers and computes the gradients of its share of a batch.
 Then the servers apply these gradients:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
@@ -14,13 +14,13 @@ Then the servers apply these gradients:
 
 No worker waits for another, so there is no sync wait. The disadvantage is staleness: other workers
 push between a worker's pull and its push. With n equally fast workers the mean staleness is n - 1.
-A slow worker takes fewer closures. In `run.history`, each row belongs to the worker that ran the
-closure. With n workers, each push uses 1/n of a batch.
+A slow worker takes fewer closures. In `run.history`, each closure that trains is one row, with the
+rank of the worker that ran the closure. With n workers, each push uses 1/n of a batch.
 
 When a worker dies, the run continues: the dead worker's closure runs again on another worker. So
-every closure runs at least once, and sometimes twice. When a server dies, the run ends, because the
-server's variables are lost. With `--checkpoint`, a new server replaces the dead server, and the run
-continues from the last checkpoint.
+every closure runs at least once, and some run several times. When a server dies, the run ends,
+because the server's variables are lost. With `--checkpoint`, a new server replaces the dead server,
+and the run continues from the last checkpoint.
 
     servers=2               variables are distributed over two servers
     partitioner=fixed:2     each variable is cut in two along its first dimension
@@ -32,9 +32,11 @@ makes.
 
 Every task (the coordinator, each worker and each server) opens a gRPC server (a socket for messages
 from other processes) for the run. The gRPC server listens on every network interface, even if its
-address is 127.0.0.1. After the run, no process can connect to it. The coordinator loses the
-TensorFlow tensors and variables of earlier cells, because TensorFlow deletes them when a process
-connects to a TensorFlow cluster (a group of TensorFlow processes). NumPy arrays are kept.
+address is 127.0.0.1. After the run, no process can connect to it.
+
+The tasks form a TensorFlow cluster (a group of TensorFlow processes). When a process connects to
+such a cluster, TensorFlow deletes all tensors and variables of this process. So the coordinator
+loses the TensorFlow tensors and variables of earlier cells. NumPy arrays are kept.
 
 Sources: tf.distribute.ParameterServerStrategy,
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training; Li et al., Scaling
@@ -162,8 +164,8 @@ class ParameterServer(Strategy):
             for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
         )
         text = (
-            f"{where.capitalize()}. TensorFlow's servers listen on every network interface until "
-            "the run ends."
+            f"{where.capitalize()}. On each of these engines, TensorFlow starts a gRPC server, "
+            "which listens on every network interface until the run ends."
         )
         context.emit(events.Noted(rank=0, text=text))
 
@@ -217,7 +219,7 @@ class ParameterServer(Strategy):
         """Build the model and the optimizer on the servers if they are not built yet."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
-        assert self.closures is not None, "the cell is still running"
+        assert self.closures is not None, "internal error: prepare was not called"
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
         initialise(self.context, job.model)

@@ -11,16 +11,14 @@ Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSD
 
 The loss of worker r is multiplied by samples_r / samples (the size of its share, divided by the
 size of the batch). So the sum of the gradients is the gradient of the whole batch, even if shares
-are unequal. The server always adds the gradients in the order of
-the ranks, so two runs with the same seed agree to the last bit. Clipping needs the sum of the
-gradients, so the server clips the sum and then takes the optimizer's step. The optimizer's state
-exists only once. The learning rate, the momentum and the other settings come from the user's
-optimizer and scheduler on worker 0.
+are unequal. The server always adds the gradients in the order of the ranks, so two runs with the
+same seed agree to the last bit. Clipping needs the sum of the gradients, so the server clips the
+sum and then takes the optimizer's step. The optimizer's state exists only once. The learning rate,
+the momentum and the other settings come from the user's optimizer and scheduler on worker 0.
 
-In each step a worker sends as many bytes as the gradient has, and receives as many as the
-parameters have. For embedding tables with sparse gradients it sends and receives only the needed
-rows (`servers/rows.py`). All these bytes pass through one host, which limits the speed of this
-strategy.
+In each step a worker sends the whole gradient and receives all parameters. For embedding tables
+with sparse gradients it sends and receives only the needed rows (`servers/rows.py`). All these
+bytes pass through the server's host, which limits the speed of this strategy.
 
 The sync wait of worker r is the time from when its gradient is ready until all gradients are ready.
 The server's work (sum, clip, step) and the messages in both directions count as transfer. The
@@ -32,8 +30,8 @@ first server sends the sum of the gradients to the second server before it answe
 first server dies, the second server takes over (`servers/copies.py`).
 
 In MXNet's KVStore every worker calls `push(key, gradient)`, then `pull(key)`, and the store runs
-the optimizer. On one machine and with one server, `central_storage` works in the same way. With
-several servers, MXNet's `dist_sync` works like `parameter_server` with `sync=true`.
+the optimizer. `central_storage` works in the same way, with one server. MXNet's `dist_sync` with
+several servers works like `parameter_server` with `sync=true`.
 """
 
 from __future__ import annotations
@@ -123,7 +121,7 @@ class Rounds(Policy):
         if holder.clip_norm is None and not holder.agrees:
             self._step()
         elif holder.servers == 1:
-            assert holder.clip_norm is not None, "one server does not have to agree with others"
+            assert holder.clip_norm is not None, "internal error: nothing clips"
             norm = holder.norm(self._present(gradients))
             self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
         elif (factor := self._arrived[self._ranks[0]].get("factor")) is not None:

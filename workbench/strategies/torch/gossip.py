@@ -18,21 +18,23 @@ per step in each direction. So with more workers, the differences between the re
 On the exponential graph of 2^k workers, every replica has been mixed with all other replicas after
 k steps.
 
-A worker waits only for its neighbours. So on a ring, a delay reaches more distant workers some
-steps later. Each message contains the time when its sender was ready; the sync wait is computed
-from this time. On a ring, a worker sends its parameters and floating-point buffers twice per step
-(once with two workers). On the exponential graph it sends them once per step.
+A worker waits only for its neighbours. So on a ring, the delay of one worker reaches distant
+workers only some steps later. Each message contains the time when its sender was ready. If all
+workers are on one host, Workbench computes the sync wait from this time. The clocks of different
+hosts cannot be compared, so with several hosts the sync wait is not measured. On a ring, a worker
+sends its parameters and floating-point buffers to two neighbours in each step (with two workers, to
+one neighbour). On the exponential graph, it sends them to one worker in each step.
 
 When a worker dies, the other workers form a new graph, and each keeps its own replica. If the death
-interrupts the mixing in a step, this step counts, but it ends without mixing. No worker waits for
-the dead worker, and the other workers lose nothing. The updates that the dead worker has sent to
-its neighbours stay in the neighbours' replicas. A new worker copies the replica of a worker that
-has taken the most steps. If there are several such workers, the new worker chooses the one with the
-nearest rank.
+interrupts the mixing, the current step ends without mixing, and it counts as a complete step. No
+worker waits for the dead worker, and the other workers lose nothing. The updates that the dead
+worker has sent to its neighbours stay in the neighbours' replicas. A new worker copies the replica
+of a worker that has taken the most steps. If there are several such workers, the new worker chooses
+the one with the nearest rank.
 
-The replica spread (logged as `spread`) shows how different the replicas are. It is the root mean
-square of the difference between a worker's replica and the replicas of its neighbours, over all
-parameters. It is computed before mixing.
+The replica spread shows how different the replicas are. Each worker computes its own value before
+the mixing and logs it as `spread`. The worker subtracts the replica of each neighbour from its own
+replica. The replica spread is the root mean square of these differences.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Gossip(ParameterAveraging):
         """Begin with rank 0's model everywhere."""
         super().prepare(job)
         if not self._same_clock:
-            why = "the workers are on hosts with different clocks"
+            why = "the workers are on different hosts, whose clocks cannot be compared"
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
     def meets(self, done: int) -> bool:

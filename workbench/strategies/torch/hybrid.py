@@ -12,35 +12,37 @@ Megatron-LM, SC 2021, section 3.
                    |                     |
     share 1 -> worker 2: stage 0 --> worker 3: stage 1 -> loss
 
-Within a pipeline (a row), microbatches go through the stages as under `model_split`. After the last
-microbatch, the workers that hold the same stage add up their gradients, in one message. Pipeline i
-computes g_i, the gradient of the mean loss over its share. The shares can have different sizes, so
-g_i is weighted by the number of samples in the share:
+Within a pipeline (a row of the grid), microbatches go through the stages as under `model_split`.
+After the last microbatch, the workers that hold the same stage (a column of the grid) add up their
+gradients, in one message for each data type. Pipeline i computes g_i, the gradient of the mean loss
+over its share. The shares can have different sizes, so g_i is weighted by the number of samples in
+the share:
 
     g = sum over pipelines of (samples of share i / samples of the batch) x g_i
 
-Workbench itself adds up these gradients, without DistributedDataParallel, because
-DistributedDataParallel does not know when the last microbatch has left a stage.
+Workbench adds up these gradients itself. DistributedDataParallel cannot do this, because it does
+not know when the last microbatch has left a stage.
 
-Together with its gradients, in the same message, each worker sends the time when it was ready. So
-sync wait and transfer can be measured separately. Workbench names the worker that computed longest
-in the step as the cause of all waits, including waits in other rows and columns. In each step, a
-worker sends the messages of its pipeline, and 2 (d-1)/d times the size of its stage's gradients (a
-ring all-reduce over d pipelines). In each pipeline only the worker with the last stage counts
-samples, so that the sum of the counts is the batch size.
+With its gradients, each worker also sends the time at which these gradients were ready. So sync
+wait and transfer can be measured separately. Workbench names the worker that computed longest in
+the step as the cause of all waits, including waits in other rows and columns of the grid. In each
+step, a worker sends the messages of its pipeline. In a ring all-reduce over d pipelines it also
+sends 2 (d-1)/d times the size of its stage's gradients. In each pipeline only the worker with the
+last stage counts samples, so that the sum of the counts is the batch size.
 
-When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
-share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
-gradients of each stage are summed separately. So when a worker dies, one worker may have its sum,
-while another worker never gets its sum. Therefore every worker updates only after it knows that all
-workers can update:
+When a worker dies (`--on-failure heal`), its pipeline stops. The other pipelines then compute the
+share of this pipeline too. The size of a microbatch stays the same, but each pipeline has more
+microbatches. The gradients of each stage are summed separately. So if a worker dies during a step,
+some workers may have the sum for their stage, while other workers can never get the sum for theirs.
+Therefore, with `--on-failure heal`, every worker updates only after it knows that all workers can
+update:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 1   sum of stage 1 --+                 |
     worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 3   sum of stage 1 --+
 
-A worker updates only after messages within the rows and the columns have confirmed that every other
+The workers first confirm, with messages within each row and then within each column, that every
 worker has the sum for its stage. If a death interrupts the confirmation, some workers may already
 have taken the step. In this case the other workers take the step too. They do not need the dead
 worker for this, because every worker already has its sum. If no worker has taken the step, the
@@ -276,8 +278,8 @@ class Hybrid(ModelSplit):
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "the model computes the loss itself, so all microbatches must have the same size; this "
-            "is not possible if a pipeline is missing"
+            "the model computes the loss itself, so all microbatches must have the same size; with "
+            "fewer pipelines, some microbatches would have another size"
         )
 
     def leave_group(self) -> None:

@@ -13,15 +13,16 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
 
 With H steps in a round (`every=H`), workers send 1/H of the bytes that they send under `mirrored`.
 Between two averages the replicas become different from each other. The difference is larger if the
-workers' data differs more. With H = 1 and an optimizer that is linear in the gradient (SGD, with or
-without momentum), averaging parameters is the same as averaging gradients. So the result is the
-same as on one device. Optimizer state is not averaged: each worker keeps its own optimizer state.
+workers' data differs more. With H = 1, averaging parameters is the same as averaging gradients if
+the optimizer is linear in the gradient (SGD, with or without momentum). So with the defaults of the
+other options, the result is the same as on one device. Optimizer state is not averaged: each worker
+keeps its own optimizer state.
 
-With DiLoCo (`outer=nesterov`), a round ends with an outer step. The outer gradient (d) is the
-difference between the parameters at the start of the round (b) and the mean of the replicas at the
-end of the round. The outer optimizer is SGD with Nesterov momentum. Each worker keeps b and the
-momentum (m), and takes the same outer step. The inner optimizer is the optimizer of your cell; the
-paper uses AdamW.
+With DiLoCo (`outer=nesterov`), a round ends with an outer step. Let b be the parameters at the
+start of the round. The outer gradient d is b minus the mean of the replicas at the end of the
+round. The outer optimizer is SGD with Nesterov momentum. Each worker keeps b and the momentum m,
+and takes the same outer step. The inner optimizer is the optimizer of your cell; the paper uses
+AdamW.
 
     round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
@@ -41,17 +42,17 @@ bytes is the same as without fragments, but each average sends only 1/F of the p
 
 Two options come from federated averaging. `fraction` is the fraction of the workers that are chosen
 at random for each round: only these workers train, and only their parameters are averaged.
-`skew=alpha` distributes the data by class (Dirichlet distribution), so that the workers have
-different data. With a smaller alpha, the workers' data differs more.
+`skew=alpha` divides the samples of each class unevenly among the workers (Dirichlet distribution),
+so that the workers have different data. With a smaller alpha, the workers' data differs more.
 
 When a worker dies, each of the other workers continues from its own replica. The death can
-interrupt an average. If some workers have already completed this average, the other workers copy
-the mean and the outer optimizer's state from them. If no worker has completed it, all remaining
-workers repeat the last step, with the dead worker's share divided among them. Then they repeat the
+interrupt an average. If some workers have already completed this average, they give the mean and
+the outer optimizer's state to the other workers. If no worker has completed it, the batch of the
+last step is divided among the remaining workers, which repeat this step. Then they repeat the
 average. So with `every=1` and SGD without momentum nothing is lost. In other cases the run loses at
-most the dead worker's steps since the last average, and this worker's optimizer state. A new worker
-copies another worker's replica. So in the next average, the steps that the other worker took since
-the last average count twice.
+most the dead worker's steps since the last average, and the state of the dead worker's optimizer. A
+new worker copies the replica of another worker, including the steps that this replica contains
+since the last average. So in the next average these steps count twice.
 
 In a step with an average, a worker sends 2 (n-1)/n times the size of the parameters and
 floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size of
@@ -244,7 +245,7 @@ class LocalSGD(ParameterAveraging):
             ""
             if self.options["fraction"] == 1
             else "with `fraction` below 1, Workbench chooses the workers of each round at random "
-            "from all workers, so no worker may be missing"
+            "from all workers, so the set of workers must not change"
         )
 
     def have_met(self) -> None:
@@ -261,7 +262,7 @@ class LocalSGD(ParameterAveraging):
     def undo(self) -> None:
         """Restore the state before the step whose average failed."""
         if self._breaks:
-            assert self._before is not None, "no copy of the state was made before the step"
+            assert self._before is not None, "internal error: no copy of the state"
             self._before.put_back()
             self._breaks = False
             self.done -= 1

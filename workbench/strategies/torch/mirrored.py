@@ -10,25 +10,29 @@ VLDB 2020, section 3; PyTorch's DistributedDataParallel is the implementation.
 At the beginning rank 0's parameters are broadcast, so all copies are equal. All workers take equal
 steps, so the copies stay equal. In a ring all-reduce of n workers, every worker sends 2 (n-1)/n
 times the gradient's size. Gradients are sent in buckets (groups of gradients) while the backward
-pass is still running. The time that the communication takes after the end of the backward pass
-counts as sync wait and transfer.
+pass is still running. When a worker's backward pass has ended, the worker waits for the rest of the
+communication. This time counts as sync wait until the backward passes of all workers have ended,
+and as transfer from then on.
 
 The mean over workers is the mean over samples only if all shares are equally large. The loss of
 worker r is therefore multiplied by n x samples_r / samples, where `samples_r` is the size of its
-share and `samples` is the size of the batch. With this factor, the mean over workers is
-sum_r (samples_r / samples) g_r, the mean over samples.
+share and `samples` is the size of the batch. Let g_r be the gradient of the mean loss over this
+share. The mean over workers of the gradients with this factor is sum_r (samples_r / samples) g_r.
+This is the mean over all samples of the batch.
 
-Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
-them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run.
-DistributedDataParallel, with its default settings, broadcasts the buffers in each forward pass. In
-such a broadcast the other workers wait for rank 0. With this wait and the wait in the all-reduce,
-each step would have two waits, and the measured times would not show which worker causes them.
+BatchNorm's running statistics are buffers: they are not learnt from gradients. Training does not
+read them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run;
+in your own loop, at the end of each epoch. DistributedDataParallel, with its default settings,
+broadcasts the buffers in each forward pass. In such a broadcast the other workers wait for rank 0.
+Then each step has two waits: the wait for rank 0's buffers and the wait in the all-reduce. The
+measured times do not show which worker causes which wait.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with
 any algorithm except `backend`, all gradients are averaged in one message after the backward pass.
-The end of the backward pass starts this averaging (`parts/reduction.py`), even if the loop never
-calls `model(x)`. So the loss can be computed in any way.
+DistributedDataParallel prepares the averaging when the loop calls `model(x)`. Workbench prepares it
+when the backward pass begins (`parts/reduction.py`), so a loop does not have to call `model(x)` and
+can compute the loss in any way.
 """
 
 from __future__ import annotations

@@ -10,25 +10,27 @@ as in torch.distributed.pipelining.
 
 Each worker holds only the parameters and the optimizer state of its own stages, so the model can be
 larger than one worker's memory. While one stage computes a whole batch, the other stages have
-nothing to do. So the batch is divided into m microbatches that go through the stages one after the
-other. The idle time that remains is the bubble. If all p stages take the same time, the bubble is
-(p - 1) / (m + p - 1) of the step's time. It is smaller with interleaved or zero-bubble schedules.
+nothing to do. So the batch is divided into m microbatches, and each microbatch goes from stage to
+stage. Then the stages can work at the same time, on different microbatches. The idle time that
+remains is the bubble. If all p stages take the same time, the bubble is (p - 1) / (m + p - 1) of
+the step's time. It is smaller with interleaved or zero-bubble schedules.
 
-All workers get the same batch: the first stage needs x, and the last stage needs y. For some
-batches, Workbench checks that all workers have read the same targets
-(`engine/torch/same_batch.py`). The gradients of the microbatches, each weighted by its number of
-samples, are added up before the optimizer's step. So the result is the same as on one device. The
-exception is BatchNorm, which normalises over a microbatch instead of the batch. Two stages can use
-the same parameter: for example, the weight of the embedding can also be the weight of the output
-layer. In this case both stages hold the parameter, and add up its gradients before the step.
+All workers get the same batch: the first stage needs x, and the last stage needs y. In some steps,
+Workbench checks that all workers have read the same targets (`engine/torch/same_batch.py`). The
+gradients of the microbatches, each weighted by its number of samples, are added up before the
+optimizer's step. So the result is the same as on one device. The exception is BatchNorm, which
+normalises over a microbatch instead of the batch. Two stages can use the same parameter: for
+example, the weight of the embedding can also be the weight of the output layer. In this case the
+workers of both stages hold the parameter, and add up its gradients before the step.
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
-computes the loss itself, the workers send the targets with the activations. In this case all
-microbatches must be equally large.
+computes the loss itself, the workers send the targets from stage to stage, together with the
+activations. In this case all microbatches must be equally large: Workbench would repeat samples to
+fill a smaller microbatch, and the loss would count them twice.
 
 If you give `wb.fit` a function that builds the model, no worker ever holds the whole model
 (`pipeline/pipeline.py`). The option `split_at` names the layers at which the model is cut. Without
-this option, Workbench chooses these layers from measured times (`pipeline/cut.py`).
+it, Workbench measures the layers and chooses where to cut (`pipeline/cut.py`).
 """
 
 from __future__ import annotations
@@ -490,9 +492,9 @@ class ModelSplit(Strategy):
                 raise FitError(
                     f"Worker {rank} could not build its stages.",
                     seen=text.splitlines()[0],
-                    next_step="correct the cause of this error; if its memory was full, use more "
-                    "workers, or give this worker fewer layers with -o split_at=NAME,NAME (each "
-                    "named layer begins a new stage)",
+                    next_step="correct the cause of this error. If the worker's memory was full, "
+                    "use more workers, or give this worker fewer layers with -o split_at=NAME,NAME "
+                    "(each named layer begins a new stage)",
                     code="WB-FIT-120",
                 )
 
@@ -610,7 +612,7 @@ class ModelSplit(Strategy):
 
     def _describe(self, decided: Cut) -> None:
         if not self._clocks_agree():
-            why = "the workers' clocks cannot be compared, so bubble_s contains the sync wait too"
+            why = "the workers' clocks cannot be compared, so bubble_s also contains the sync wait"
             self.context.emit(events.Unmeasured(columns={"sync_wait_s": why}))
         if self.rank:
             return
@@ -624,5 +626,5 @@ class ModelSplit(Strategy):
 
     @property
     def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None, "the model must be cut first"
+        assert self.pipeline is not None, "internal error: no stages yet"
         return self.pipeline

@@ -16,14 +16,16 @@ optimizer's state together with the parameters. No worker waits for another. The
 that the parameters change between a worker's pull and its push. The staleness is the number of
 updates by other workers between this pull and this push. It is recorded for every push. With n
 equally fast workers the mean staleness is n - 1. Each push uses 1/n of a batch. So n workers take n
-steps for each batch, and one device takes only one step. Clipping is applied to the gradient of
-each push.
+steps for each batch; one device would take one step. Clipping is applied to the gradient of each
+push.
 
     max_staleness=s       a worker that is more than s steps ahead of the slowest worker must wait
                           (SSP); with s=0 no worker begins a step until all workers have ended
                           the previous step, but there are still n separate steps
-    staleness_aware_lr    the learning rate of a push is divided by the push's staleness
-    pull_every=k          a worker pulls new parameters only after every k steps
+    staleness_aware_lr    the learning rate of a push is divided by the push's staleness, if the
+                          staleness is above 1
+    pull_every=k          a worker pulls new parameters only after every k steps; its own updates
+                          since the last pull count as staleness too
     consistency=snapshot  all servers send the same version of their tensors. Server 0 gives each
                           push a number, and the other servers take the pushes in this order. While
                           a worker reads from server 0, server 0 gives no new numbers, so that the
@@ -35,11 +37,10 @@ each push.
                           central_storage but with several servers; the result is the same as on one
                           device
 
-If the staleness is unbounded, there is no sync wait. With `max_staleness`, the sync wait is the
-time for which the server delayed its answer to a worker that was too far ahead. The cause of this
-wait is the last worker that was too far behind, because the push of this worker ended the delay.
-The server tells the waiting worker which worker this was. With `sync=true`, the sync wait is
-measured as under `central_storage`.
+If the staleness is unbounded, there is no sync wait. With `max_staleness`, the server delays its
+answer to a worker that is too far ahead. The length of this delay is the sync wait. The delay ends
+when a slower worker pushes. This slower worker is the cause of the wait, and the server's answer
+contains its rank. With `sync=true`, the sync wait is measured as under `central_storage`.
 
 If the gradient of an embedding table is sparse (`nn.Embedding(..., sparse=True)`), workers push
 only the gradient's rows, and servers send back only the rows that have changed (`servers/rows.py`).

@@ -12,32 +12,35 @@ implementation.
     update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
 
 Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. As
-under `mirrored`, each worker's loss is multiplied by n x (size of its share) / (size of the batch),
-so the mean over workers is the mean over samples. With Adam, a float32 parameter needs 16 bytes:
-the parameter, its gradient and two moments. With n workers, each worker needs 16/n bytes per
-parameter, plus the memory of one gathered unit (usually a layer). In a step, every worker sends
-3 (n-1)/n times the parameters' size; under `mirrored` it sends 2 (n-1)/n times this size. With
-`reshard=false`, gathered units stay in memory from the forward pass to the backward pass. In this
-case every worker sends only 2 (n-1)/n times the parameters' size, but needs more memory.
+under `mirrored`, the loss of worker r is multiplied by n x samples_r / samples, where `samples_r`
+is the size of its share and `samples` is the size of the batch. So the mean over workers is the
+mean over samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and
+two moments. With n workers, each worker needs 16/n bytes per parameter, plus the memory of one
+gathered unit. A unit is usually a layer (see below). In a step, every worker sends 3 (n-1)/n times
+the parameters' size; under `mirrored` it sends 2 (n-1)/n times this size. With `reshard=false`,
+gathered units stay in memory from the forward pass to the backward pass. In this case every worker
+sends only 2 (n-1)/n times the parameters' size, but needs more memory.
 
-If you give `wb.fit` a function that builds the model, only rank 0 builds the model with the values
-of its parameters. The other workers build the model without values (device `meta`). Rank 0 sends
-each worker the values of this worker's part, row by row (`Filling` in the source). So the host's
-memory holds the whole model only once, and no worker's device ever holds the whole model.
+If you give `wb.fit` a function that builds the model, only rank 0 calls it to make the parameters'
+values. The other workers build the model without values (device `meta`). Rank 0 sends the values to
+all workers, some rows in each message, and each worker keeps only its own part (`Filling` in the
+source). So at the start of the run, only rank 0 needs memory for the whole model. This is memory of
+rank 0's host, not of a GPU.
 
-A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or
-it is a direct child of the model and has no children. All parameters of a unit are gathered
-together. The parameters that are not in any unit are called the rest, and are also gathered
-together. The rest always stays in memory from the forward pass to the backward pass. So for the
-rest, every worker sends only 2 (n-1)/n times the rest's size. A model that is smaller than
-`unit_mb` has no units. With `unit_mb=0`, small models have units too.
+All parameters of a unit are gathered together. A unit has at least `unit_mb` MB of parameters. Two
+kinds of modules can be units: the elements of a Sequential or ModuleList, and those children of the
+model that have no children of their own. The parameters that are not in any unit are called the
+rest, and are also gathered together. The rest always stays in memory from the forward pass to the
+backward pass. So for the rest, every worker sends only 2 (n-1)/n times the rest's size. A model
+that is smaller than `unit_mb` has no units. With `unit_mb=0`, small models have units too.
 
 Sent bytes are counted for each collective operation. In an all-gather every worker receives the
-parts of all workers; in a reduce-scatter every worker receives one part of the sum. In both
-operations, on a ring and for a unit of S bytes, every worker sends S (n-1)/n bytes. Workers wait
-for each other several times in a step, also in the forward pass. So the sync wait is computed from
-the time that each worker spends on its own computation (`parts/timing.py`). On GPUs the sync wait
-is not measured.
+parts of all workers. In a reduce-scatter every worker receives one part of the sum of all workers'
+gradients. In each of these operations, every worker sends S (n-1)/n bytes for a unit of S bytes, if
+the workers form a ring. Workers wait for each other several times in a step, also in the forward
+pass. So Workbench computes when each worker's gradients would be ready if the worker were never
+blocked (`parts/timing.py`). The worker with the latest of these times has no sync wait; the other
+workers wait for this worker. On GPUs the sync wait is not measured.
 """
 
 from __future__ import annotations
@@ -245,8 +248,8 @@ def _draw_layers(module: torch.nn.Module, path: str) -> None:
 
 def _undrawn(what: str) -> FitError:
     return FitError(
-        "The model is on device `meta`, where tensors have no memory. A part of the model cannot "
-        "create initial weights.",
+        "The model is on device `meta`, where tensors have no memory. Workbench must create the "
+        "initial weights, but cannot do this for one part of the model.",
         seen=f"{what} has no reset_parameters() that sets all its parameters",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
         next_step="pass a function that builds the model without device `meta`: "
@@ -547,7 +550,7 @@ class Traffic:
         if not self.timed:
             why = (
                 f"on {trainer.device.type}, FSDP's collectives run in parallel with the "
-                "computation, so their times do not show how long a worker waits"
+                "computation, so the time of a collective does not show how long a worker waits"
             )
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:

@@ -21,16 +21,17 @@ divided among the workers (q, k and v by columns, the output by rows).
 
 In a Sequential, the order of the layers shows which layers form pairs. In other models, Workbench
 guesses the pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it
-tests these guesses: the loss and the gradient norm of one sample must be the same as on one device.
-If the values differ, the guessed layers are `gathered`. The guessed layers are also `gathered` if
-this test is not possible because one device does not have enough free memory.
+tests these guesses with one sample: the loss and the gradient norm must be the same as on one
+device. If the values differ, the guessed layers are `gathered`. They are also `gathered` if a
+worker's device does not have enough free memory for this test.
 
-Workers wait for each other during the forward pass and the backward pass. So the sync wait is
-computed from the time that each worker spends on its own computation (`parts/timing.py`). In the
-first step, Workbench counts the bytes that each collective operation sends. A ring all-reduce
-counts as 2 (n-1)/n times the tensor's size, and an all-gather or a reduce-scatter as (n-1)/n times
-the whole tensor's size. For later steps, Workbench computes the sent bytes from the first step, in
-proportion to the number of samples.
+Workers wait for each other during the forward pass and the backward pass. So Workbench computes
+when each worker's gradients would be ready if the worker were never blocked (`parts/timing.py`).
+The worker with the latest of these times has no sync wait; the other workers wait for this worker.
+In the first step, Workbench counts the bytes that each collective operation sends, but not on GPUs.
+A ring all-reduce of a tensor of S bytes counts as 2 S (n-1)/n bytes. An all-gather or a
+reduce-scatter counts as S (n-1)/n bytes, where S is the size of the whole tensor. For later steps,
+Workbench multiplies the bytes per sample of the first step by the number of samples.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ STYLES = {
     "col": "divided by columns; the output stays divided",
     "row": "divided by rows; needs a divided input; the outputs are added up",
     "gathered": "divided by columns; the output is gathered immediately",
-    "split_row": "divided by rows; needs a whole input",
+    "split_row": "divided by rows; the input must not be divided",
     "heads": "the same as col, but for code that reshapes the output into attention heads",
 }
 ALONE = ("gathered", "split_row")
@@ -160,7 +161,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
                 seen=pattern,
                 allowed=", ".join(layers)
                 or ("no layer, because the model has no Linear or Embedding layer"),
-                next_step="use the names above (* matches any text), or -o plan=auto"
+                next_step="use the allowed names (* matches any text), or -o plan=auto"
                 if layers
                 else "use the strategy `mirrored` or `sharded`",
                 code="WB-FIT-153",
@@ -364,7 +365,7 @@ class TensorParallel(Partitioned):
         other = self._same.other(step, tensors_of(share.data), about="tensor parallel")
         if other is not None:
             raise FitError(
-                "The workers read different batches, but they compute every layer together.",
+                "The workers must read the same batch, because they compute every layer together.",
                 seen=f"step {step}: the batches of rank {self.rank} and of rank {other} differ",
                 allowed="the same batch on every worker",
                 next_step="use the same random seeds on all ranks; on every rank, the data set "
@@ -392,13 +393,12 @@ class TensorParallel(Partitioned):
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
                 text = (
-                    "The names of some layers suggest that they form pairs: the second layer "
-                    "of a pair can use the divided output of the first. At least one worker's "
-                    "device does not have enough free memory to test this. "
-                )
-                text += (
-                    "So Workbench gathers the outputs of these layers. To avoid this, name the "
-                    "layers of a pair: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
+                    "The names of some layers suggest that these layers form pairs. In a pair, the "
+                    "second layer can use the divided output of the first layer. Workbench could "
+                    "not test the pairs, because the device of at least one worker does not have "
+                    "enough free memory. So Workbench gathers the outputs of these layers. If the "
+                    "layers form pairs, name them, and Workbench does not gather: "
+                    "`-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

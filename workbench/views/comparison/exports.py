@@ -102,7 +102,8 @@ def kept_bundle(comparison: Comparison) -> dict[str, str]:
     table, names = comparison_table(comparison), ", ".join(row.name for row in comparison.rows)
     picture = base64.b64encode(comparison_png(comparison, PAPER["any"])).decode()
     return {
-        "text/html": f"<details><summary>Kept with the notebook: {html.escape(names)}</summary>"
+        "text/html": "<details><summary>Saved comparison (table and picture): "
+        f"{html.escape(names)}</summary>"
         f'{table.html()}<img alt="Comparison of {html.escape(names, quote=True)}" '
         f'style="max-width:100%" src="data:image/png;base64,{picture}"></details>',
         "text/plain": table.text(),

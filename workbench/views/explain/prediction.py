@@ -377,7 +377,7 @@ class ChoicePicture(Picture, Choice):
         spent = ""
         if known:
             spent = f"The short runs took {_time(self.seconds)} in total. "
-        text = "Measured rates have 95 % intervals, and predicted rates have 90 % intervals."
+        text = "The interval of a measured rate is a 95 % interval, of a predicted rate a 90 % one."
         return [spent + text, *self.notes]
 
     def text(self) -> str:
@@ -472,7 +472,7 @@ def predict(
             replace the strategy and options of the run. `scaling="weak"` keeps the number of
             samples per worker constant; `scaling="strong"` keeps the batch constant.
             `batch_size=` and `steps=` are those of the predicted run. `per_host=` is the number of
-            workers on a host. Give `gradient_bytes=` if no run has sent gradients.
+            workers on a host. Give `gradient_bytes=` if the first run sent no messages.
 
     Raises:
         PlanError: The requested run is impossible, or it cannot be predicted.

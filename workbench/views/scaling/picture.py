@@ -429,7 +429,7 @@ def _draw_steps(page: _Page, scaling: Scaling, rows: Sequence[Row], bars_in: flo
     right_in = 3.1 if costs else 0.85
     width = WIDTH_IN - left_in - right_in - EDGE_IN
     axes = page.axes(left_in, width, bars_in)
-    frame(axes, "Parts of a step's time, for each curve and number of workers")
+    frame(axes, "Parts of a step's time, for each strategy and number of workers")
     _row_axis(axes, names)
     longest = max((point.row.step_s for _, point in rows), default=0.0)
     if not rows:

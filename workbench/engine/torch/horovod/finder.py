@@ -52,7 +52,7 @@ class Refused:
         return self()
 
 
-_OTHER_GROUPS = "use torch.distributed.new_group(ranks) for a group of some ranks"
+_OTHER_GROUPS = "for a group with only some ranks, use torch.distributed.new_group(ranks)"
 _REFUSED = {
     "alltoall": "use torch.distributed.all_to_all_single",
     "alltoall_async": "use torch.distributed.all_to_all_single",

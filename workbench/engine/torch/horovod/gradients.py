@@ -284,7 +284,8 @@ class Gradients:
         if left <= 0:
             self._clear()
             raise FitError(
-                "There were more backward passes before step() than backward_passes_per_step.",
+                "Before step(), there were more backward passes than backward_passes_per_step "
+                "allows.",
                 seen=f"backward pass {self.passes + 1} for a parameter of shape "
                 f"{tuple(parameter.shape)}",
                 allowed=f"backward passes before optimizer.step(): {self.passes}",

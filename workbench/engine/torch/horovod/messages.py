@@ -164,7 +164,7 @@ def begin(process_set: Any) -> None:
         raise FitError(
             "Process sets are not supported.",
             allowed="hvd.global_process_set, which has all ranks",
-            next_step="use torch.distributed.new_group, which makes a group of some ranks",
+            next_step="for a group with only some ranks, use torch.distributed.new_group(ranks)",
             code="WB-FIT-168",
         )
     for gradients in list(pending):

@@ -144,7 +144,7 @@ def _check_names(
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise FitError(
             "named_parameters must be pairs of a name and a parameter.",
-            allowed="pairs of a name and a parameter",
+            allowed="[(name, parameter), ...]",
             next_step="pass named_parameters=model.named_parameters()",
             code="WB-FIT-178",
         )
@@ -165,7 +165,8 @@ def _check_names(
 def _check_run(context: RunContext) -> None:
     if context.strategy is not None:
         raise FitError(
-            "Workbench already averages this cell's gradients, so Horovod cannot average them too.",
+            "Workbench already averages this cell's gradients, so hvd.DistributedOptimizer cannot "
+            "average them too.",
             seen=f"hvd.DistributedOptimizer after {context.taken_over or 'wb.fit'}",
             allowed="hvd.DistributedOptimizer, or wb.prepare, or wb.fit: only one of them",
             next_step="remove hvd.DistributedOptimizer, or remove wb.prepare and wb.fit",
@@ -173,9 +174,10 @@ def _check_run(context: RunContext) -> None:
         )
     if context.entry.name not in ("mirrored", "one_device"):
         raise FitError(
-            "Code written for Horovod trains one copy of the model per worker: use mirrored.",
+            "Code written for Horovod trains one copy of the model per worker, so it cannot use "
+            "this strategy.",
             seen=f"strategy {context.entry.name}",
-            allowed="mirrored",
+            allowed="mirrored; or one_device, with one worker",
             next_step="use %%distributed mirrored",
             code="WB-FIT-181",
         )

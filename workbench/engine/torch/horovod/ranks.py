@@ -41,8 +41,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise FitError(
             "In Workbench, hvd.init always uses all ranks.",
             seen="comm=" if comm is not None else "process_sets=",
-            next_step="call hvd.init() without arguments; for a group of some ranks, use "
-            "torch.distributed.new_group",
+            next_step="call hvd.init() without arguments; for a group with only some ranks, use "
+            "torch.distributed.new_group(ranks)",
             code="WB-FIT-163",
         )
     if not dist.is_initialized():

@@ -40,15 +40,15 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
     curve, best = max(tried, key=lambda one: one[1].speedup)
     base = curve.base
     what = f"{curve.name} with {best.workers} workers"
-    rate = f"gives {_times(best)} the samples per second of {_whose(curve)}"
-    gives = f"{what}, {rate}"
+    rate = f"has {best.speedup:.2f} times the throughput of {_whose(curve)}"
+    gives = f"{what}, {rate}{_interval(best)}"
     if best.low > 1:
         efficiency = best.speedup * base.workers / best.workers
-        head = f"The fastest run, {gives}, at {efficiency * 100:.0f} % efficiency."
+        head = f"The fastest run, {gives}. Its efficiency is {efficiency * 100:.0f} %."
         return f"{head} {_more(curve, best)}".rstrip(), True
     if not math.isfinite(best.low):
         return (
-            f"No certain verdict: {what} {rate}, but has too few steps for a 95 % interval.",
+            f"No certain verdict: {what} {rate}, but too few steps for a 95 % interval.",
             None,
         )
     reason = reason_of(best.row, base)
@@ -58,8 +58,8 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
     if best.high < 1:
         return f"{head}: the best run, {gives}. {reason}".rstrip(), False
     doubt = (
-        "The difference is smaller than the variation between steps. More steps or seeds may show "
-        "a gain."
+        "This difference is smaller than the variation between the steps. More steps or seeds may "
+        "show a gain."
     )
     return f"{head}: the best run, {gives}. {doubt} {reason}".rstrip(), False
 
@@ -72,10 +72,10 @@ def _whose(curve: Curve) -> str:
     return f"one worker ({base.strategy})" if other else "one worker"
 
 
-def _times(point: Point) -> str:
+def _interval(point: Point) -> str:
     if not (math.isfinite(point.low) and math.isfinite(point.high)):
-        return f"{point.speedup:.2f}x"
-    return f"{point.speedup:.2f}x ({point.low:.2f} to {point.high:.2f})"
+        return ""
+    return f" (95 % interval: {point.low:.2f} to {point.high:.2f})"
 
 
 def _more(curve: Curve, best: Point) -> str:

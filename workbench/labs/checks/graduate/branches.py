@@ -238,9 +238,9 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
     asked = 1.5 * 2.0 / math.sqrt(n)
     c.need(
         abs(float(noise.std()) / asked - 1) < 0.03 and abs(float(noise.mean())) < 0.1 * asked,
-        "With norm 2 and z = 1.5, the noise of a branch has the mean "
-        f"{float(noise.mean()):.3g} and the standard deviation {float(noise.std()):.3g}; at least "
-        "one of these two numbers is wrong.",
+        "The noise of a branch has a wrong mean or a wrong standard deviation. With norm 2 and "
+        f"z = 1.5, the mean is {float(noise.mean()):.3g} and the standard deviation is "
+        f"{float(noise.std()):.3g}.",
         "clip first, then add noise with the mean 0 and the standard deviation z * norm / "
         "sqrt(number of branches)",
     )

@@ -321,8 +321,8 @@ def flat(c: Check) -> None:
     workers = have(c, "average_flat")
     found = c.ask(
         _WIRE + _FLAT + _FORGET,
-        hint=f"{_ORDER}. One tensor of the check is a single number, with the shape (): `copy_` "
-        "works with all shapes",
+        hint=f"{_ORDER}. One tensor in the check has the shape (), because it is a single number: "
+        "`copy_` also works with this shape",
     )
     total = sum(10.0**rank for rank in range(workers)) / workers
     true = np.array(
@@ -356,7 +356,7 @@ def buckets(c: Check) -> None:
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
-            f"{case}. A parameter is missing, is there twice, or must not be in a bucket.",
+            f"{case}. A parameter is missing, appears twice, or must not be in a bucket.",
             "put each parameter that needs a gradient into exactly one bucket, and put no frozen "
             "parameter into a bucket",
         )
@@ -505,8 +505,8 @@ def parallel(c: Check) -> None:
         earliest >= 4,
         "The check also used a model that calls its last module second. So some buckets are "
         "complete before the first bucket, but their messages must wait until the message of the "
-        f"first bucket has begun. In a step, {earliest} of 7 messages began before the backward "
-        "pass reached the first layer, but at least 4 must begin before it.",
+        f"first bucket has begun. In one step, {earliest} of 7 messages began before the backward "
+        "pass reached the first layer. At least 4 must begin so early.",
         "after you begin a message, look at the next bucket: if it is complete, begin its message "
         "too",
     )
@@ -535,8 +535,8 @@ def accumulating(c: Check) -> None:
     early = min(one[step] for one in told for step in (2, 6))
     c.expect(
         all(one[1] == one[5] == 7 for one in told) and early >= 4,
-        "the backward pass after no_sync() sends the sum of its own gradients and the earlier "
-        "gradients while it computes",
+        "the backward pass after no_sync() adds its gradients to the earlier gradients, and sends "
+        "these sums before it ends",
         f"after no_sync(), two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters. "
         f"In one of these steps, {early} messages began during the backward pass. Each step must "
         "send 7 messages, and at least 4 of them must begin during the backward pass",
@@ -566,7 +566,8 @@ def exposed(c: Check) -> None:
     wanted = float(np.median(EXPOSED_S[2:]))
     c.expect(
         math.isclose(made, wanted, rel_tol=1e-6),
-        "`exposed_of` returns the median of wait time plus transfer time, from step 2 on",
+        "`exposed_of` adds wait time and transfer time in each row, and returns the median of "
+        "these sums from step 2 on",
         f"the check made a run with four steps: their exposed times are {list(EXPOSED_S)} s. For "
         f"this run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
         f"{wanted:.4g} s",

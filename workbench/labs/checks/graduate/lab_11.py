@@ -237,7 +237,7 @@ def held(c: Check) -> None:
                 "of all parameters",
             )
     c.expect(
-        True, "stage 1 sends as much as an all-reduce, and stage 3 sends 1.5 times as much", ""
+        True, "stage 1 sends as many bytes as stage 0, and stage 3 sends 1.5 times as many", ""
     )
 
 
@@ -301,7 +301,7 @@ def zero(c: Check) -> None:
     off = max(float(one[0]) for one in found)
     c.need(
         off < 1e-10,
-        f"After four steps the weights differ from those of an undivided AdamW by {off:.2g}.",
+        f"After four steps, the weights differ by {off:.2g} from the weights with ordinary AdamW.",
         "each worker updates its part with the mean of all workers' gradients; then every worker "
         "collects the new parts of all workers",
     )
@@ -357,8 +357,8 @@ def saved_state(c: Check) -> None:
     lost = [str(name) for name in found[0][2]]
     c.need(
         not lost,
-        f"The state of the optimizer has the entry `{', '.join(lost)}`, but the dictionary of "
-        "`whole_state()` has no such entry.",
+        f"The dictionary of `whole_state()` lacks entries of the optimizer's state: "
+        f"{', '.join(lost)}.",
         "go through all items of the state and keep their names: the check uses AdamW with "
         "amsgrad=True, which has one entry more than Adam",
     )
@@ -377,7 +377,7 @@ def saved_state(c: Check) -> None:
     off = max(float(one[1]) for one in found)
     c.need(
         off < 1e-10,
-        f"The saved state differs from that of an undivided AdamW by {off:.2g}.",
+        f"The saved state differs by {off:.2g} from the state of an ordinary AdamW.",
         "save every entry of the state under its name, and put the parts in the order of the ranks",
     )
     c.expect(True, "the saved state equals the state of an undivided optimizer", "")
@@ -486,8 +486,8 @@ def _divided(
         off_later < 1e-10,
         f"After a step of SGD, the result on worker {rank} differs from that of the undivided "
         f"layers by {off_later:.2g}.",
-        "do not give 1/N of the bias to each of N workers: otherwise a step changes the sum of "
-        "these parts N times too much. Add the whole bias once",
+        "add the whole bias once, on one worker. If each of N workers holds 1/N of the bias, each "
+        "part gets the full gradient, so a step changes the bias N times too much",
     )
     c.need(
         bool(parts[6]),
@@ -608,14 +608,14 @@ def saved(c: Check) -> None:
         float(deep) == float(deep_true),
         f"For six linear layers with GELU, autograd saves {float(deep_true):g} bytes, but "
         f"`saved_bytes` returned {float(deep):g}.",
-        "the first function in saved_tensors_hooks(...) must return its tensor. Otherwise PyTorch "
-        "can use the tensor's memory again, and then different tensors have the same data_ptr()",
+        "the first function in saved_tensors_hooks(...) must return the tensor that it gets. "
+        "Otherwise PyTorch can use the tensor's memory again, and then different tensors have the "
+        "same data_ptr()",
     )
     c.expect(
         float(twice) == float(twice_true),
         "each activation counts once, and parameters do not count",
         f"For exp(z) * exp(z), autograd saves both results of exp(z), which have 160 bytes in "
         f"total. But `saved_bytes` returned {float(twice):g}",
-        "tensors with different data_ptr() are different tensors, and tensors with the same "
-        "data_ptr() count once",
+        "count each data_ptr() once: the two results of exp(z) have different data_ptr()",
     )

@@ -166,7 +166,7 @@ def rates(c: Check) -> None:
         value = float(floats(c, rate, name, ()))
         c.need(
             math.isclose(value, truth, rel_tol=1e-6),
-            f"In the check, `best_s` returned 0.5 s. With this time, `{name}` returned "
+            f"The check replaced `best_s` by a function that returns 0.5. Then `{name}` returned "
             f"{value:.4g}, which is not the rate.",
             hint,
         )
@@ -243,7 +243,7 @@ def used(c: Check) -> None:
     machine = c.value("machine")
     c.need(
         isinstance(machine, dict) and "peak" in machine,
-        "The notebook has no measured peak.",
+        "The notebook has no measured peak of the FLOPs per second.",
         "solve exercise 13.2. Then run the cells below exercise 13.2, down to the cell with "
         "`%pull machine`",
     )
@@ -431,7 +431,7 @@ def slowest(c: Check) -> None:
         bool(np.isclose(*pairs[3])),
         f"With one repeat, `interval` returned {pairs[3][0]:.4g} to {pairs[3][1]:.4g}, but the "
         "quantiles of a single mean are equal.",
-        "draw as often as the argument `repeats` says",
+        "compute exactly as many means as the argument `repeats` says",
     )
     c.expect(True, "`interval` returns the 90 % interval of the mean", "")
     two, many = c.run("two"), c.run("many")
@@ -498,8 +498,8 @@ def cost(c: Check) -> None:
             math.isclose(found, math.ceil(rows / batch) * step_s / 3600 * workers * price),
             f"epoch_cost({rows}, {batch}, {step_s}, {workers}, {price}) returned {found:.4g}, "
             "which is not the price of the epoch.",
-            "round the number of steps up; multiply it by the hours of a step, the number of "
-            "workers and the price per hour",
+            "round the number of steps up; multiply it by the time of a step in hours, by the "
+            "number of workers, and by the price per hour",
         )
     options = [(1, 100.0, 5.0), (2, 60.0, 6.0), (4, 40.0, 6.0), (8, 30.0, 9.0)]
     for deadline_s, truth, turn in (
@@ -509,9 +509,10 @@ def cost(c: Check) -> None:
         found = c.number_from("cheapest", offers, deadline_s)
         c.need(
             found == truth,
-            f"cheapest({offers}, {deadline_s}) returned {found:g}, which is not the best option.",
+            f"cheapest({offers}, {deadline_s}) returned {found:g}, which is not right.",
             "leave out options that are too slow. Then take the option with the lowest cost. If "
-            "costs are equal, take the shortest time. If no option remains, return 0",
+            "costs are equal, take the shortest time. Return the number of workers of this option. "
+            "If no option remains, return 0",
         )
     c.expect(True, "`epoch_cost` and `cheapest` are right", "")
     names = [str(one) for one in c.items("job_files")]

@@ -73,8 +73,8 @@ STALL_S = 120.0
 """After this time, a closure counts as one that will never end."""
 
 UNMEASURED = (
-    "pull, computation and push are in one function that the worker runs (a closure), and only the "
-    "whole function is timed"
+    "a worker pulls, computes and pushes in one function (a closure), and Workbench measures only "
+    "the time of the whole function"
 )
 
 
@@ -226,7 +226,8 @@ class Closures:
                 f"Worker {late[0]} has not finished the function that was scheduled on it.",
                 seen=f"no result for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart starts new "
-                "engines; if all engines are alive, do less work in each function",
+                "engines; if all engines are alive, give each function less work, for "
+                "example a smaller batch",
                 code="WB-CLUSTER-045",
             )
 

@@ -59,8 +59,8 @@ class Batches:
                     "--batch-size cannot be used with this data set, because the data set is "
                     "already divided into batches.",
                     seen=type(call["x"]).__name__,
-                    next_step="use wb.options.get('batch_size', 64) as the batch size where you "
-                    "make the data set",
+                    next_step="remove --batch-size, and set the batch size where the cell makes "
+                    "the data set",
                     code="WB-FIT-072",
                 )
             call["batch_size"] = given["batch_size"]
@@ -95,9 +95,10 @@ class Batches:
             return
         below, above = size - size % replicas, size + replicas - size % replicas
         raise FitError(
-            "The replicas would get shares of different sizes, which would change the training.",
+            "The batch size must be a multiple of the number of replicas. Otherwise the replicas "
+            "get shares of different sizes, which changes the training.",
             seen=f"a batch of {size} samples for {replicas} replicas",
-            allowed=f"a multiple of {replicas}",
+            allowed=f"a batch size that is a multiple of {replicas}",
             next_step="use " + " or ".join(self._words(near) for near in (above, below) if near),
             code="WB-FIT-073",
         )
@@ -198,10 +199,11 @@ def check_compiled(model: Any, distribution: Any) -> None:
     made = getattr(model.optimizer, "_distribution_strategy", distribution)
     if made is not distribution:
         raise FitError(
-            "The optimizer was made outside this run's strategy, so this run cannot use it.",
+            "The optimizer was made outside the scope of this run's strategy, so this run cannot "
+            "use it.",
             seen=f"an optimizer made {under(made)}",
-            allowed=f"an optimizer made under this run's {type(distribution).__name__}",
-            next_step="make the optimizer in the cell that trains: this cell runs in the "
+            allowed=f"an optimizer made in the scope of this run's {type(distribution).__name__}",
+            next_step="make the optimizer in the cell that trains, because that cell runs in the "
             "strategy's scope",
             code="WB-FIT-083",
         )
@@ -324,8 +326,8 @@ def note_keras_2(context: RunContext) -> None:
     """Report that `tf_keras` is not recorded, if a cell imports it and no training was seen."""
     if "tf_keras" in sys.modules:
         text = (
-            "tf_keras (Keras 2) is imported. A model of Keras 2 trains, but Workbench does "
-            "not record its training and cannot stop it. Write the model with keras (Keras 3)."
+            "tf_keras (Keras 2) is imported. Workbench does not record the training of "
+            "a Keras 2 model, and cannot stop this training. Write the model with keras (Keras 3)."
         )
         context.emit(events.Noted(rank=context.spec.rank, text=text))
 

@@ -162,11 +162,12 @@ def check_model(model: Any, distribution: Any) -> None:
     if owner is distribution:
         return
     raise FitError(
-        "The model was built outside this run's strategy, so this run cannot train it.",
+        "The model was built outside the scope of this run's strategy, so this run cannot train "
+        "it.",
         seen=f"a model built {under(owner)}",
-        allowed=f"a model built under this run's {type(distribution).__name__}",
-        next_step="build and compile the model in the cell that trains it: this cell runs in the "
-        "strategy's scope",
+        allowed=f"a model built in the scope of this run's {type(distribution).__name__}",
+        next_step="build and compile the model in the cell that trains it, because that cell runs "
+        "in the strategy's scope",
         code="WB-FIT-074",
     )
 

@@ -323,10 +323,11 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
             )
     if made._distribution_strategy is not distribution:
         raise FitError(
-            "The optimizer was made outside this run's strategy, so this run cannot use it.",
+            "The optimizer was made outside the scope of this run's strategy, so this run cannot "
+            "use it.",
             seen=f"an optimizer made {under(made._distribution_strategy)}",
-            allowed=f"an optimizer made under this run's {type(distribution).__name__}",
-            next_step="make the optimizer in the cell that trains: this cell runs in the "
+            allowed=f"an optimizer made in the scope of this run's {type(distribution).__name__}",
+            next_step="make the optimizer in the cell that trains, because that cell runs in the "
             "strategy's scope",
             code="WB-FIT-105",
         )
@@ -354,13 +355,13 @@ class Precision:
     def __init__(self, model: Any, precision: str | None) -> None:
         if precision == "fp16":
             raise FitError(
-                "`precision` must be None or 'bf16': in TensorFlow, wb.fit does not scale the "
-                "loss, but 'fp16' needs a scaled loss.",
+                "`precision` must be None or 'bf16'. With 'fp16' the loss must be scaled, but in "
+                "TensorFlow wb.fit does not scale the loss.",
                 seen="precision='fp16'",
                 allowed="None or 'bf16'",
                 next_step="use precision='bf16'; or call "
-                "keras.config.set_dtype_policy('mixed_float16') before you build the model, and "
-                "train with model.fit, which scales the loss",
+                "keras.config.set_dtype_policy('mixed_float16'), then build the model, and train "
+                "it with model.fit, which scales the loss",
                 code="WB-FIT-094",
             )
         self.mixed = precision is not None

@@ -123,7 +123,7 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         return
     chosen, word = context.entry.name, KINDS[name]
     raise FitError(
-        "The cell creates a strategy that differs from the strategy in its first line.",
+        "The cell creates a strategy that differs from the strategy in the cell's first line.",
         seen=f"tf.distribute.{name}(...) under {chosen}",
         allowed="the variable `strategy`, which the cell already has",
         next_step=f"remove the line that creates the strategy, or write {word} instead of "
@@ -141,8 +141,8 @@ def _say(context: RunContext, name: str, *, given: bool) -> None:
     )
     if given:
         text += (
-            " The arguments of this call were not used. Instead, -n and -o in the cell's first "
-            "line set these values."
+            " The arguments of this call have no effect: -n and -o in the cell's first line "
+            "define the strategy."
         )
     if context.spec.rank == 0:
         context.emit(events.Noted(rank=0, text=text))
@@ -427,8 +427,9 @@ class OwnLoop:
             return
         if tf.executing_eagerly():
             raise FitError(
-                "--init-from needs a step in a tf.function. In this loop, the first step has "
-                "already used the model's own weights.",
+                "In your own loop, --init-from needs a step in a tf.function. The first step of "
+                "this loop computed its gradients before Workbench could load the weights of "
+                "--init-from.",
                 seen="--init-from, with a step that is not in a tf.function",
                 allowed="a step in a tf.function, or training with wb.fit or model.fit",
                 next_step="put @tf.function on the function that calls strategy.run",

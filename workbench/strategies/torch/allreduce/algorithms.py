@@ -127,8 +127,8 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
     round, two partners compute a + b and b + a, which are equal to the last bit. So all copies of
     the sum are equal to the last bit.
 
-    Each worker with a rank below p sends the whole tensor log2(p) times. There are log2 p rounds,
-    and two more if n > p.
+    Each worker with a rank below p sends the whole tensor log2(p) times, and once more if it sends
+    the sum back to a worker with a higher rank. There are log2 p rounds, and two more if n > p.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.

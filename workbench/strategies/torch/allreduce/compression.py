@@ -12,14 +12,16 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
   type. `bf16` has the range of float32 and 8 bits of precision. `fp16` has 11 bits of precision,
   and its largest number is 65504.
 - `topk:F`: each worker sends only the numbers of its gradient that have the largest magnitude, as
-  values and indices. F is the fraction of all numbers that is sent. Workers choose different
-  numbers, so an all-gather (every worker receives the messages of all workers) is needed instead of
-  an all-reduce. Each worker sends n-1 messages, and each message has all the numbers that one
-  worker chose.
+  values and indices. F is the fraction of the gradient's numbers that a worker sends. The workers
+  choose numbers at different places, so an all-reduce cannot add them up. Instead, an all-gather
+  gives every worker the chosen numbers of all workers. The all-gather runs around a ring. Each
+  worker sends n-1 messages: first its own numbers, then the numbers that it received from the
+  previous worker.
 - `powersgd:R`: for each gradient matrix M, shape (m, k), two smaller matrices are sent: P, shape
-  (m, R), and Q, shape (k, R). The product P Q^T approximates M. One step of power iteration
-  computes P and Q from the Q of the previous training step. P and Q are linear in M, so an
-  all-reduce can average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are
+  (m, R), and Q, shape (k, R). The product P Q^T approximates M. P and Q come from one step of power
+  iteration (repeated multiplication with M), which begins with the Q of the previous training step,
+  here called Q_0. Worker r has the matrix M_r. P is mean(M_r Q_0), made orthonormal, and Q is
+  mean(M_r^T P). Both products are linear in M_r, so an all-reduce can average them. Vectors are
   sent without compression. A matrix is also sent without compression if R (m + k) is at least m k.
 
 The time that the compression takes counts as transfer.

@@ -106,8 +106,8 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
     dist.all_gather(every, own)
     if any(not torch.equal(other, own) for other in every):
         raise FitError(
-            "The workers' models differ in the number, names, shapes, types or requires_grad of "
-            "their tensors, so they cannot train together.",
+            "The workers cannot train together, because their models differ: the tensors must have "
+            "the same names, shapes, types and requires_grad on every worker.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
             next_step="build the same model on every worker, independent of the rank",
             code="WB-FIT-127",
@@ -450,8 +450,8 @@ class Guard:
         amount = f"by up to {spread:.3g}" if spread < math.inf else "in values that are NaN or inf"
         who = "rank " if len(odd) == 1 else "ranks "
         return FitError(
-            "The workers' copies of the model are no longer equal, so they no longer train the "
-            "same model.",
+            "The workers no longer train the same model: their copies of the parameters are no "
+            "longer equal.",
             seen=f"step {self._context.step}: parameter {name} differs {amount} between "
             f"{who}{', '.join(map(str, odd))} and rank {members[values.index(usual)]}",
             allowed="equal parameters on all workers after each step",

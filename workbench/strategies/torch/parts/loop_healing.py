@@ -117,14 +117,14 @@ class LoopHealing:
             return "wb.prepare was called without a loader, so the loop makes its own batches"
         if missing := [m for m in loop.others if not any(m is kept for kept in self._kept)]:
             return (
-                "`keep` of wb.prepare does not contain the loop's other model "
-                f"({type(missing[0]).__name__})"
+                f"the loop uses a second model ({type(missing[0]).__name__}) that is not in "
+                "wb.prepare(..., keep=[...])"
             )
         scheduled = hasattr(loop.optimizer.step, "_wrapped_by_lr_sched")
         if scheduled and not any(
             getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept
         ):
-            return "`keep` of wb.prepare does not contain the loop's scheduler"
+            return "the loop uses a scheduler, which is not in wb.prepare(..., keep=[...])"
         return ""
 
     # -- where the loop asks -----------------------------------------------------------------------
@@ -312,7 +312,7 @@ class LoopHealing:
 
     def arrive(self) -> None:
         """Take over the state, and report that this worker has joined."""
-        assert self._arrival is not None, "this worker has already joined"
+        assert self._arrival is not None, "internal error: the worker has already joined"
         (state, random), self._arrival = self._arrival, None
         self._strategy.load_state(state)
         self._load_kept(self._place)

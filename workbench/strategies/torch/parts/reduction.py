@@ -402,7 +402,7 @@ class Reduction:
             raise unused(
                 named[0]
                 if named
-                else "a parameter that an earlier backward pass used, but this pass did not"
+                else "a parameter whose only gradient is from an earlier backward pass"
             ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:

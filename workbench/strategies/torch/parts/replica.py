@@ -346,8 +346,8 @@ class NoBackward:
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         self.refused = FitError(
-            "`step_fn` called backward(), so each worker would train only with the gradients of "
-            "its own share.",
+            "`step_fn` must not call backward(), because each worker would then train only with "
+            "the gradients of its own share.",
             seen="backward() in step_fn",
             allowed="a step_fn that only returns the loss; wb.fit then calls backward() and "
             "averages the gradients",

@@ -543,7 +543,7 @@ class OwnLoop:
             kept: The objects in `keep=`.
             regrouping: Makes the `Regrouping` of a training.
         """
-        assert self.checkpoints is not None, "user_loops.go_on comes first"
+        assert self.checkpoints is not None, "internal error: heal came before go_on"
         self.healing = LoopHealing(self, strategy, self._source, self.checkpoints, kept, regrouping)
         self._undo.append(self.healing.close)
 

@@ -11,7 +11,8 @@ stages. T(i, s) is the time of the slowest stage in the best of these ways:
     T(i, 1) = time of layers 0..i-1
     T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving the values at j)
 
-The values T(i, s) are computed from small to large i and s, in O(layers^2 x stages).
+The values T(i, s) are computed one after the other, beginning with the smallest i and s. This takes
+O(layers^2 x stages) time.
 """
 
 from __future__ import annotations
@@ -139,11 +140,13 @@ def cut(
             fits, rest = divmod(len(layers), stages // workers)
             more = "" if rest else f"use -n {fits} (with hybrid: -o stages={fits}), or "
             raise FitError(
-                "The list of stages must contain one module for each stage.",
+                "If the model is a list of modules, the list must contain one module for each "
+                "stage.",
                 seen=f"{len(layers)} modules",
                 allowed=f"{stages} module{'s' * (stages > 1)} for {workers} "
                 f"worker{'s' * (workers > 1)}",
-                next_step=f"{more}join modules with nn.Sequential until their number is {stages}",
+                next_step=f"{more}join modules with nn.Sequential, so that the list has {stages} "
+                f"module{'s' * (stages > 1)}",
                 code="WB-FIT-135",
             )
         bounds = list(range(stages + 1))

@@ -191,10 +191,11 @@ def batchnorm_warning(
     if not found:
         return None
     return (
-        f"BatchNorm ({', '.join(found)}) normalises over each microbatch ({microbatch} of {batch} "
-        "samples) instead of the whole batch. BatchNorm also updates its statistics "
-        f"{microbatches} times per step. So the result differs from the result on one device. "
-        "GroupNorm and LayerNorm do not depend on the batch."
+        f"BatchNorm normalises over each microbatch ({microbatch} of {batch} samples) instead of "
+        f"the whole batch. BatchNorm also updates its statistics {microbatches} times per step. So "
+        "the result differs from the result on one device. To avoid this, use GroupNorm or "
+        "LayerNorm, which do not depend on the batch. The model's BatchNorm layers: "
+        f"{', '.join(found)}."
     )
 
 

@@ -72,8 +72,8 @@ class Program:
         for tensor in chosen:
             if not tensor.dim() or len(tensor) != samples:
                 raise FitError(
-                    "Each tensor that the model gets must have one row per sample, so that it "
-                    "can be divided into microbatches.",
+                    "The first dimension of each tensor that the model gets must be the number of "
+                    "samples, because Workbench divides the tensor into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
                     next_step="if a tensor is the same for all samples, store it in the model "
                     "as a buffer",
@@ -114,7 +114,8 @@ def program_of(job: Job, batch: Any) -> Program:
     data = batch if job.step_fn is not None else batch[0]
     if next(tensors_of(data), None) is None:
         raise FitError(
-            "The input of a pipeline must contain tensors, which can be divided into microbatches.",
+            "The input of a pipeline must contain a tensor, because Workbench divides tensors into "
+            "microbatches.",
             seen=type(data).__name__,
             next_step="make the data set return tensors, or use another strategy",
             code="WB-FIT-146",

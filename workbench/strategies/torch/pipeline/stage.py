@@ -102,7 +102,8 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
         return contextlib.nullcontext
     if precision == "fp16":
         raise FitError(
-            "`precision` cannot be 'fp16' in a pipeline, because its stages cannot scale the loss.",
+            "`precision` cannot be 'fp16' in a pipeline: 'fp16' needs a scaled loss, but a "
+            "pipeline does not scale the loss.",
             seen=precision,
             allowed="None or 'bf16'",
             next_step="use precision='bf16'",

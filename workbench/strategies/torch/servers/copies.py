@@ -6,19 +6,24 @@
                         server s+1           holds the copy, on a separate thread
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
-Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy receives
-only the result of the aggregation. In a synchronous step this result is one gradient, for any
-number of workers. In asynchronous training nothing is aggregated, so the copy receives every push.
-The servers form a ring: each server holds its own part and a copy of the part of the server before
-it. If there is only one part, the second server holds only the copy.
+Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3 (a second server
+receives only the sum of the workers' gradients).
 
-Below, the server that holds a copy is itself called the copy. In each step, a server sends the
-step's gradient and hyper-parameters to its copy, with a list of the pushes that the step includes.
-The copy's optimizer takes the same step, so the copy's parameters, optimizer state and version
-equal the server's to the last bit. The server answers a worker only after the copy has confirmed
-the step. Some pushes wait for other pushes, because the step is synchronous or the staleness is
-bounded. Such pushes are not copied: they have no answer yet, so if the server dies, their workers
-send them again.
+The servers form a ring: each server holds its own part and a copy of the part of the server before
+it. If there is only one part, the second server holds only the copy. In a synchronous step, a
+server sends only one gradient to the server that holds the copy: the sum over all workers. In
+asynchronous training there is no sum, so it sends the gradient of every push.
+
+Below, "the copy" means the server that holds the copy. In each step, a server sends its copy the
+gradient of the step, a list of the pushes in this step, and the optimizer's settings if they have
+changed. The copy's optimizer takes the same step. So the copy has the same parameters, optimizer
+state and version as the server, to the last bit. The server answers a worker only after the copy
+has confirmed the step.
+
+In a synchronous step, a push waits until the pushes of all workers have arrived. The copy does not
+receive a push that waits. If the server dies, the worker sends this push again, because the push
+has no answer yet. Under `parameter_server` with `max_staleness`, only the answer to a push waits:
+the server and the copy have already taken the step.
 
     the server dies   the copy first receives everything that the server had sent, then it answers
                       the workers. Each worker connects to the copy and repeats the requests that
@@ -27,8 +32,8 @@ send them again.
     both die          the workers' links end, so the run ends (or continues from its last
                       checkpoint).
 
-When one of the two servers has died, no other server gets a new copy. So for each part, a run
-survives the death of only one of the two servers that hold this part.
+When one of the two servers of a part has died, no other server gets a copy of this part. So for
+each part, a run survives the death of only one server.
 """
 
 from __future__ import annotations

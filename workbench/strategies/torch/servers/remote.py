@@ -175,9 +175,8 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "The servers do not have one of the optimizer's parameters. When the "
-                        "servers received the model, this parameter was frozen or not in the "
-                        "optimizer.",
+                        "One of the optimizer's parameters is not on the servers. When the servers "
+                        "received the model, this parameter was frozen or not in the optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="only parameters that were trained at the beginning",
                         next_step="call wb.prepare with all layers unfrozen and in the optimizer, "
@@ -196,9 +195,9 @@ class Remote:
         now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
         if now != self._versions:
             raise FitError(
-                "The gradients were changed between backward() and optimizer.step(). A worker "
-                "cannot clip them correctly: the servers add up the gradients of all workers, and "
-                "the worker does not know the norm of this sum.",
+                "The gradients were changed between backward() and optimizer.step(). The gradient "
+                "of a step is the sum of all workers' gradients. Only the servers know this sum, "
+                "so a worker cannot clip it.",
                 seen="clip_grad_norm_, or another change of the gradients in place",
                 next_step="use wb.fit(..., clip_norm=...), which clips this sum, or use the "
                 "strategy `mirrored`",

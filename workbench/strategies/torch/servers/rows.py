@@ -1,19 +1,20 @@
 """Messages for embedding tables: only rows with a gradient, or rows that have changed.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
-section 3.1 (a worker pushes and pulls only the keys that occur in its data, not all of w).
+section 3.1 (a worker pushes and pulls only the parameters that occur in its data).
 
     push   | whole tensors ........ | table 3: which rows, their gradients | table 5: ... |
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
 With each answer, a worker receives all rows that have changed since the previous answer to this
-worker. So all rows of a worker's copy always belong to the same version of the table, as if the
-whole table had been sent. But the size of a message does not depend on the size of the table. This
-method needs an optimizer that changes only the rows that have a gradient (`check_row_wise`).
+worker. So all rows in the worker's copy of a table belong to the same version, as if the server had
+sent the whole table. But the size of a message does not depend on the size of the table. This
+method needs an optimizer that changes only the rows that have a gradient. With another optimizer
+the run ends with an error (`check_row_wise`).
 
 The number of rows differs from step to step. So the size of these messages is not fixed; it only
-has an upper limit. Therefore these messages always use a socket, even where messages of whole
-tensors use shared memory.
+has an upper limit. Workbench uses shared memory only for messages of a fixed size. So these
+messages always use a socket, even where messages of whole tensors use shared memory.
 """
 
 from __future__ import annotations

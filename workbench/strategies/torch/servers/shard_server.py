@@ -258,7 +258,7 @@ class Holder:
                 try:
                     self._read_rows(rank, meta)
                 except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                    self.fail(f"worker {rank} pushed rows that do not exist on the server: {error}")
+                    self.fail(f"the server cannot use the rows that worker {rank} pushed: {error}")
                     return
             self.policy.pushed(rank, meta)
         elif message.kind == "pull":

@@ -81,7 +81,7 @@ class Served(Strategy):
     def keep_copy(self) -> None:
         """Hold a copy of another server's part, and replace that server when it is gone."""
         context = self.context
-        assert context.copy_hub is not None, "the runtime opens the links first"
+        assert context.copy_hub is not None, "internal error: copy_hub is not open"
         Copy(context.copy_hub, context.spec.world_size, self._parts, self.make_policy).keep()
 
     @property
@@ -225,7 +225,7 @@ class Served(Strategy):
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
             "This strategy does not support loss scaling. Loss scaling skips a step if gradients "
-            "overflow, so the workers would skip different steps.",
+            "overflow. Each worker decides this alone, so the workers would skip different steps.",
             seen=seen,
             allowed="precision bf16, which needs no scaling; fp16 with the strategies "
             "`mirrored`, `sharded`, `local_sgd`, `gossip`",
@@ -240,8 +240,9 @@ class Served(Strategy):
             "only this worker's copy of the model.",
             seen="a call of another optimizer's step()",
             allowed="one optimizer for the whole loop",
-            next_step="do not make a second optimizer: change param_groups (lr, momentum, ...) of "
-            "the first one, because the servers use its values; or use the strategy `mirrored`",
+            next_step="use only the first optimizer: you can change its param_groups (lr, "
+            "momentum, ...), and the servers use the changed values; or use the strategy "
+            "`mirrored`",
             code="WB-FIT-129",
         )
 
