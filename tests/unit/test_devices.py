@@ -120,7 +120,8 @@ def test_a_gpu_that_may_not_compute_is_left_out_and_said(monkeypatch):
         ("-1", []),
         ("NoDevFiles", []),
         ("1,9,0", ["H1"]),  # CUDA stops at the first that does not exist
-        ("1,1", ["H1"]),
+        ("1,1", []),  # as `torch.cuda._parse_visible_devices` says
+        ("0,1,0", []),
         ("MIG-not-there", []),
     ],
 )
@@ -146,6 +147,8 @@ def test_a_name_that_is_not_there_is_said_but_hidden_gpus_are_not(monkeypatch):
     FakeNvml(four()).install(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,9,0")
     assert any("contains 9" in note for note in survey().notes)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0")
+    assert any("contains 0 twice" in note for note in survey().notes)
     for hidden in ("", "-1", "NoDevFiles", "2,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert [note for note in survey().notes if "contains" in note] == []

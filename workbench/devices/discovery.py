@@ -254,19 +254,28 @@ def _text(value: str | bytes) -> str:
 
 
 def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> list[Device]:
+    """Return the GPUs that CUDA sees; PyTorch reads the variable in the same way.
+
+    CUDA stops at a name that does not exist. If a GPU is named twice, CUDA sees none
+    (`torch.cuda._parse_visible_devices`).
+    """
     if wanted is None:
         return list(found)
     chosen: list[Device] = []
     for word in (part.strip() for part in wanted.split(",")):
         fresh = _named(found, word)
         known = {device.uuid for device in chosen}
-        if not fresh or any(one.uuid in known for one in fresh):
+        if any(one.uuid in known for one in fresh):
+            notes.append(
+                f"CUDA_VISIBLE_DEVICES={wanted} contains {word} twice. Then CUDA sees no GPU. "
+                "Write each GPU only once."
+            )
+            return []
+        if not fresh:
             if word not in ("", "-1", "NoDevFiles"):
-                said = "twice" if fresh else ", which does not exist"
                 notes.append(
-                    f"CUDA_VISIBLE_DEVICES contains {word}{' ' if fresh else ''}{said}. CUDA sees "
-                    f"only the GPUs that are listed before {'the second ' * bool(fresh)}{word} "
-                    f"({len(chosen)} of {len(found)} GPUs)."
+                    f"CUDA_VISIBLE_DEVICES contains {word}, which does not exist. CUDA sees only "
+                    f"the GPUs that are listed before {word} ({len(chosen)} of {len(found)} GPUs)."
                 )
             break
         chosen += fresh

@@ -491,8 +491,9 @@ def warm(child: Child) -> None:
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked process cannot compute: {answer}",
-                  "`python -X importtime -c 'import torch'` lists the imported modules: find the "
-                  "module that uses the GPU or starts threads",
+                  "a module that is imported together with torch uses the GPU or starts threads. "
+                  "`python -X importtime -c 'import torch'` lists these modules: look for one that "
+                  "is not part of Python or PyTorch, and uninstall its package",
                   **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what,

@@ -92,7 +92,7 @@ def add_job_commands(commands: Any) -> None:
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
         help="seconds to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
     control = _command(
-        commands, "control", "stop, pause or slow down a run of another process or machine"
+        commands, "control", "stop, pause or slow down a run that another process or machine trains"
     )
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip

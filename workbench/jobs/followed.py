@@ -381,7 +381,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
             raise RunError(
                 "The job ended before its run began."
                 if why
-                else "No run was found, and this place sends no more data.",
+                else "No run was found, and no more data comes from this place.",
                 seen=why or place.problem or place.where,
                 next_step="read the job's output (after wb.submit: job.logs()) or the platform's "
                 "own log"

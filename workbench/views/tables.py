@@ -336,14 +336,14 @@ def _figures(run: RunSummary) -> list[str]:
         f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
         f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
         f"{milliseconds(run.step_s * 1e3)}, and compute is {percent(run.compute_share)} of it.",
-        f"Over all steps: {number(run.all_per_s)} samples/s. The table also counts all steps.",
+        f"Over all steps, as in the table: {number(run.all_per_s)} samples/s.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
         kept = f"Only one of every {run.stride} steps is stored"
-        lines.append(f"{kept}, but the numbers above count all steps.")
+        lines.append(f"{kept}, but all steps were measured for the numbers above.")
     lines += [_server(held) for held in run.servers]
     if run.changes:
         lines.append(f"Workers: {'; '.join(map(_change, run.changes))}.")

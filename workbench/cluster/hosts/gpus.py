@@ -249,8 +249,8 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         return ClusterError(
             f"--devices asks for GPUs, but Workbench cannot use any GPU on {host.name}.",
             seen=error.seen,
-            allowed="GPUs on every host: the driver must report them, and CUDA_VISIBLE_DEVICES, "
-            "if it is set, must contain them",
+            allowed="GPUs on every host, which the driver reports (and which CUDA_VISIBLE_DEVICES "
+            "contains, if it is set)",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )

@@ -377,8 +377,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
-        "label {0} has no output, because the last layer has outputs only for labels below {1}: "
-        "give this layer more outputs, or number the labels from 0",
+        "label {0} has no output, because the last layer has outputs only for the labels from 0 to "
+        "{1}, without {1}: give this layer more outputs, or number the labels from 0",
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
@@ -515,7 +515,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
         "run %pip install {0}, then run the cell again. If engines run on other machines, install "
-        "{0} there too. Some packages have a different name from their module",
+        "{0} there too. XXX",
     ),
     (
         r"Trying to backward through the graph a second time",

@@ -103,7 +103,7 @@ def names(devices: Sequence[str]) -> list[str]:
         return [f"CPU:{number}" for number in range(len(devices))]
     if len(set(devices)) < len(devices):
         raise ClusterError(
-            "In TensorFlow, each replica needs its own GPU.",
+            "Under this strategy, each replica needs its own GPU.",
             seen=", ".join(devices),
             allowed="a GPU for each replica",
             next_step=f"use -n {len(set(devices))}, or run %cluster stop, then %cluster start "

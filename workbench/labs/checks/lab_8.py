@@ -177,7 +177,7 @@ def _loaded(
     c.expect(
         _is_number(found["step"], at),
         f"{words}`load` returns the right step",
-        f"{words}`load` returned {found['step']}, but the training must continue with another step",
+        f"{words}`load` returned {found['step']}, but the training must continue with step {at}",
         "`save` gets the step as an argument, and `load` can read the step only from the result of "
         "`save`",
     )
@@ -435,8 +435,8 @@ def promises(c: Check) -> None:
             given == right,
             f"the answer for `{name}` is right",
             f"{given!r} is not the right answer for `{name}`",
-            "between two averages the models of the workers differ: which other process has the "
-            "latest steps of the dead worker?"
+            "between two averages, every worker's model is different: does any other process have "
+            "the result of the dead worker's latest steps?"
             if right == "c"
             else f"with `{name}`, which processes hold the model? See wb.strategies() and "
             "docs/strategies.md",

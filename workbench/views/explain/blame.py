@@ -52,7 +52,7 @@ class BlameMatrix(Picture, Blame):
             unknown = any(math.isnan(v) for v in self.total_s.ravel())
             return "Waits were not measured." if unknown else "No worker waited for another."
         if self.worst is None:
-            return "No single worker caused these waits. They are random."
+            return "No single worker is clearly the cause of these waits."
         caused = np.nansum(self.total_s[:, self.worst])
         waited = duration(float(caused))
         return f"The other workers waited {waited} in total for worker {self.worst}."
@@ -143,10 +143,9 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each all-reduce would begin when the last of the other workers is ready",
-    "pipeline": "the busiest of the other workers would decide how long a step takes. So each step "
-    "would be shorter by the difference between the busy time of worker {worker} and the busy time "
-    "of this busiest other worker. The pipeline would also fill faster. The estimate leaves out "
-    "this effect, so the real gain is larger",
+    "pipeline": "worker {worker} would be busy only as long as the busiest other worker, so each "
+    "step would be shorter by the time for which worker {worker} is busy longer. The pipeline "
+    "would also fill faster. The estimate leaves out this effect, so the real gain is larger",
     "asynchronous": "a step of worker {worker} would take as long as the median step of the other "
     "workers",
 }

@@ -377,7 +377,7 @@ class ChoicePicture(Picture, Choice):
         spent = ""
         if known:
             spent = f"The short runs took {_time(self.seconds)} in total. "
-        text = "The interval of a measured rate is a 95 % interval, of a predicted rate a 90 % one."
+        text = "Measured rates: 95 % intervals. Predicted rates: 90 % intervals."
         return [spent + text, *self.notes]
 
     def text(self) -> str:

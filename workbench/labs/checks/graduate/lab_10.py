@@ -558,7 +558,8 @@ def exposed(c: Check) -> None:
     true = float(np.median(both[np.asarray(history["step"]) >= 2]))
     c.need(
         math.isclose(found, true, rel_tol=1e-6),
-        f"exposed_of(run) returned {found:.4g} s, but the exposed times' median is {true:.4g} s.",
+        f"exposed_of(run) returned {found:.4g} s, but the median of the exposed times is "
+        f"{true:.4g} s.",
         "add `sync_wait_s` and `transfer_s` in each row, leave out steps 0 and 1, and take the "
         "median",
     )

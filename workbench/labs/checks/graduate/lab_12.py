@@ -315,7 +315,7 @@ def loops(c: Check) -> None:
                 "the second number of each point is task.loss(w): the loss of the weights that "
                 "every worker has after this step or round",
             )
-    c.expect(True, "both loops return the right weights, and curves with the right bytes", "")
+    c.expect(True, "both loops return the right weights, and the right bytes at each point", "")
 
 
 _CURVES = {
