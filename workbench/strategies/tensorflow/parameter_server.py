@@ -164,8 +164,9 @@ class ParameterServer(Strategy):
             for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
         )
         text = (
-            f"{where.capitalize()}. On each of these engines, TensorFlow starts a gRPC server, "
-            "which listens on every network interface until the run ends."
+            f"{where.capitalize()}. On each of these engines and on the engine that runs the cell, "
+            "TensorFlow starts a gRPC server, which listens on every network interface until the "
+            "run ends."
         )
         context.emit(events.Noted(rank=0, text=text))
 

@@ -24,8 +24,8 @@ BatchNorm's running statistics are buffers: they are not learnt from gradients. 
 read them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run;
 in your own loop, at the end of each epoch. DistributedDataParallel, with its default settings,
 broadcasts the buffers in each forward pass. In such a broadcast the other workers wait for rank 0.
-Then each step has two waits: the wait for rank 0's buffers and the wait in the all-reduce. The
-measured times do not show which worker causes which wait.
+Then each step would have two waits: the wait for rank 0's buffers and the wait in the all-reduce.
+The measured times would not show which worker causes which wait.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with
