@@ -349,6 +349,7 @@ def test_what_is_no_relative_path_that_is_read_passes(source, beside):
 def test_the_plain_script_is_python_without_workbench(name, strategy):
     recipe = builtin.lookup(name)
     text = script.plain_py(plan_of(recipe, strategy))
+    assert ("The order of samples" in text) == (strategy != "one_device")
     imports = {
         alias.name.split(".")[0]
         for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)
@@ -422,7 +423,9 @@ def test_what_a_plain_script_cannot_do_is_refused(source, settings):
 def test_usual_imports_and_names_of_the_cell_are_no_collision():
     source = "import numpy as np\nimport torch\nimport torch.distributed as dist\nrank = 3\n"
     source += "from random import random\ndevice = torch.device('cpu')\n"
-    assert source in script.plain_py(plan_of(source))
+    text = script.plain_py(plan_of(source))
+    assert source in text
+    assert "order of samples" not in text  # the loop itself divides the data
 
 
 UNEVEN = """

@@ -148,7 +148,7 @@ class Recipe:
                     "add an argument with a default value to the function"
                     if self.function
                     else "write the recipe as a function: put @wb.recipe on the line above "
-                    "def name(lr=0.1):"
+                    "def name(lr=0.1): ..."
                 )
                 + "; or remove -p",
                 code="WB-PLAN-269",

@@ -301,9 +301,11 @@ class Choice:
 def check_written_for(recipe: Recipe, framework: str) -> None:
     """Raise PlanError if a recipe is written for the other framework."""
     if recipe.framework not in ("", framework):
-        name = {"torch": "PyTorch", "tensorflow": "TensorFlow"}[recipe.framework]
+        names = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+        name, selected = names[recipe.framework], names[framework]
         raise PlanError(
-            f"The recipe {recipe.name or recipe.origin} is written for {name}.",
+            f"The recipe {recipe.name or recipe.origin} is written for {name}, but the selected "
+            f"framework is {selected}.",
             seen=framework,
             next_step=f"select {name} above the strategies, or choose another recipe",
             code="WB-PLAN-066",

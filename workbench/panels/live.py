@@ -293,7 +293,7 @@ class FaultsPart(Part):
         run = self._live().run()
         if run is None or run.is_over:
             raise RunError(
-                "Faults need an active run.",
+                "There is no active run, so no fault can be injected.",
                 next_step="press Run to start a run",
                 code="WB-RUN-054",
             )

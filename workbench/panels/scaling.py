@@ -113,7 +113,8 @@ class ScalingPart(Part):
         if self._scaled is None:
             raise RunError(
                 "There are no scaling results to save yet.",
-                next_step='type several numbers in the field "Workers" (1,2,4), then press Run',
+                next_step='on the tab "Choose", type several numbers in the field "Workers" (for '
+                "example 1,2,4), then press Run",
                 code="WB-RUN-130",
             )
         shown = curves() if self._published else ()

@@ -238,8 +238,8 @@ def _facts(entry: catalog.Strategy, place: Place) -> list[str]:
         facts.append(f"uses {entry.max_workers} of {place.workers} workers")
     servers = entry.server_count(entry.settings({}))
     if servers:
-        facts.append(f"needs {servers} more engines" if servers > 1 else "needs one more engine")
-        facts[-1] += " as servers" if servers > 1 else " as server"
+        engines = f"{servers} engines as servers" if servers > 1 else "one engine as server"
+        facts.append(f"also needs {engines}")
     if entry.one_engine and not entry.remote_workers and place.workers > 1:
         facts.append("all replicas in one engine")
     return facts

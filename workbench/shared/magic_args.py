@@ -223,7 +223,11 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         help="engines on other hosts connect to this address of the notebook's machine: an IP "
         "address, an interface, a network such as 10.0.0.0/8, or a host name",
     )
-    add("--ports", metavar="A-B", help="Workbench listens only on ports of this range")
+    add(
+        "--ports",
+        metavar="A-B",
+        help="range of ports on which Workbench listens; gloo and NCCL use any port",
+    )
     add(
         "--start-timeout",
         metavar="T",

@@ -334,16 +334,21 @@ def _figures(run: RunSummary) -> list[str]:
     whose = " (of the worker with the most steps)" if exceeds else ""
     lines = [
         f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
-        f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
-        f"{milliseconds(run.step_s * 1e3)}, and compute is {percent(run.compute_share)} of it.",
-        f"Over all steps, as in the table: {number(run.all_per_s)} samples/s.",
+        f"After a warm-up of {_count(run.warm_up, 'step')}: {number(run.samples_per_s)} samples/s"
+        f"{_believed(run)}. A step takes {milliseconds(run.step_s * 1e3)}; compute is "
+        f"{percent(run.compute_share)} of this time.",
+        f"Over all steps, warm-up included: {number(run.all_per_s)} samples/s. The table above also "
+        "includes the warm-up.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
-        kept = f"Only one of every {run.stride} steps is stored"
-        lines.append(f"{kept}, but all steps were measured for the numbers above.")
+        lines.append(
+            f"Only one of every {run.stride} steps is stored. The median waits, the 95 % interval, "
+            "and the time and compute of a step come from the stored steps. All other values come "
+            "from all steps."
+        )
     lines += [_server(held) for held in run.servers]
     if run.changes:
         lines.append(f"Workers: {'; '.join(map(_change, run.changes))}.")
@@ -362,13 +367,6 @@ def _change(change: Mapping[str, Any]) -> str:
     words = text.change_words(str(change["event"]), change["ranks"])
     now = _count(change["workers"], "worker")
     return f"step {change['step']}: {words} ({now} from then on)"
-
-
-def _warmed(run: RunSummary) -> str:
-    """Return the steps that a run's rate covers."""
-    if not run.warm_up:
-        return "After warm-up (0 steps):"
-    return f"After warm-up ({_count(run.warm_up, 'step')}):"
 
 
 def _believed(run: RunSummary) -> str:

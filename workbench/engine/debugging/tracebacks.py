@@ -514,8 +514,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
-        "run %pip install {0}, then run the cell again. If engines run on other machines, install "
-        "{0} there too. XXX",
+        "run %pip install {0} (a package can have another name than its module), then run the cell "
+        "again. If engines run on other machines, install the package there too",
     ),
     (
         r"Trying to backward through the graph a second time",

@@ -142,10 +142,11 @@ def _time(seconds: float) -> str:
 
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
-    "synchronous": "each all-reduce would begin when the last of the other workers is ready",
-    "pipeline": "worker {worker} would be busy only as long as the busiest other worker, so each "
-    "step would be shorter by the time for which worker {worker} is busy longer. The pipeline "
-    "would also fill faster. The estimate leaves out this effect, so the real gain is larger",
+    "synchronous": "the other workers would no longer wait for worker {worker}. In each step, the "
+    "exchange of tensors would begin when the last of the other workers is ready",
+    "pipeline": "the time saved in a step is the busy time of worker {worker} minus the busy time "
+    "of the busiest other worker (0 if this is negative). The pipeline would also fill faster. "
+    "The estimate leaves out this effect, so the real gain is larger",
     "asynchronous": "a step of worker {worker} would take as long as the median step of the other "
     "workers",
 }

@@ -77,7 +77,7 @@ class PredictionPicture(Picture, Prediction):
                 [str(p.workers), _time(steps[0]), f"{_time(steps[1])} to {_time(steps[2])}",
                  number(rates[0]), f"{number(rates[1])} to {number(rates[2])}",
                  *(percent(share) for share in p.share),
-                 "predicted, outside the measured range" if p.far else "predicted"]
+                 "predicted from too few measurements" if p.far else "predicted"]
             )  # fmt: skip
         notes = [
             f"Link: {self.link}. {_SCALING[self.scaling]} The predicted runs have "
@@ -120,9 +120,9 @@ class PredictionPicture(Picture, Prediction):
         y = top + PLOT + 46
         legend = "Circles: predicted. Band: should contain 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint dots: measured with another batch size than the predicted runs."
+            legend += " Faint dots: measured runs with another batch size than the predicted runs."
         if any(p.far for p in self.points):
-            legend += " Shaded area: outside the measured range."
+            legend += " Shaded area: predicted from too few measurements."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():
@@ -377,7 +377,8 @@ class ChoicePicture(Picture, Choice):
         spent = ""
         if known:
             spent = f"The short runs took {_time(self.seconds)} in total. "
-        text = "Measured rates: 95 % intervals. Predicted rates: 90 % intervals."
+        text = 'The column "interval" shows 95 % intervals of measured rates, and 90 % intervals of '
+        text += "predicted rates."
         return [spent + text, *self.notes]
 
     def text(self) -> str:

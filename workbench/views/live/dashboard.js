@@ -710,7 +710,7 @@ class View {
     this.legend = make("ul", "wb-legend", this.root);
     this.legend.setAttribute("aria-label", "Colours of the phases");
     this.shares = new Panel(this.root, "Where the time went", this.observer);
-    setText(this.shares.value, "where each worker's time went, in percent of the whole run");
+    setText(this.shares.value, "parts of each worker's time in the whole run, in percent");
     this.pipeline = make("div", "wb-pipeline", this.root);
     this.pipeline.hidden = true;
     this.bubbles = new Panel(this.pipeline, "", this.observer);
@@ -845,7 +845,7 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole} of the time, difference from the ideal bubble ${beyond}`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole} of the time, part above the ideal bubble ${beyond}`);
     this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
   }
 

@@ -21,7 +21,7 @@ SECTIONS.push((() => {
     ["step_s", "Time of a step", "lower is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
     ["memory_bytes_per_worker", "Memory of a worker", "for model, gradients and optimizer, on the worker that uses the most memory", kit.bytes],
-    ["final_loss", "Final loss", "mean and spread over seeds, lower is better", plain],
+    ["final_loss", "Final loss", "mean ± standard deviation over seeds, lower is better", plain],
   ];
   /** What is shown at first; the others are told by "All columns". */
   const FEW = new Set(["run", "workers", "samples_per_s", "speedup", "efficiency", "step_s", "sync_wait_share", "staleness_mean", "final_loss", "state"]);
@@ -166,7 +166,7 @@ SECTIONS.push((() => {
   function make(app, root) {
     let axis = AXES[0], sort = { key: "", down: true }, compared = null;
     const picks = kit.h("div", { class: "wbp-chips", role: "group", "aria-label": "Runs to compare" });
-    const latest = kit.button("All runs of the latest recipe", "Compare all runs of the most recent recipe", () => app.do("comparison.latest"));
+    const latest = kit.button("Runs of the latest recipe", "Compare the runs of the latest recipe, at most the newest 24", () => app.do("comparison.latest"));
     const none = kit.h("p", { class: "wbp-empty" }, "Finished runs are compared here. Run one recipe under two strategies.");
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
     const axes = kit.h("div", { class: "wbp-segments", role: "radiogroup", "aria-label": "Loss by" }, AXES.map((one) => kit.h("button", { type: "button", role: "radio", onclick: () => { axis = one; drawLoss(); } }, `by ${one[1]}`)));
@@ -215,7 +215,7 @@ SECTIONS.push((() => {
       kit.text(verdict, [compared.verdict, compared.outlook].filter(Boolean).join(" "));
       kit.show(verdict, Boolean(verdict.textContent));
       drawLoss();
-      const metrics = compared.metrics.map((m) => [`eval_${m}`, m, "last evaluation, mean and spread over seeds", plain]);
+      const metrics = compared.metrics.map((m) => [`eval_${m}`, m, "last evaluation, mean ± standard deviation over seeds", plain]);
       grid.replaceChildren(...[shares(app, compared), ...[...BARS, ...metrics].map((b) => bars(app, compared, b)), staleness(app, compared)].filter(Boolean));
       drawTable();
       notes.replaceChildren(...[...compared.notes, compared.rates].filter(Boolean).map((n) => kit.h("li", {}, n)));

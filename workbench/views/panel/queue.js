@@ -28,7 +28,7 @@ SECTIONS.push((() => {
         paused = live?.state === "paused";
         problem = strategies?.problem ?? "";
         run.disabled = starting;
-        if (value.busy) kit.rename(run, "Add to the queue", "Add the selection to the end of the queue");
+        if (value.busy) kit.rename(run, "Add to the queue", "Add the selected strategies to the end of the queue");
         else kit.rename(run, "Run", "Run the selected strategies, one after the other");
         if (paused) kit.rename(pause, "Resume", "Continue the run");
         else kit.rename(pause, "Pause", "Pause the run after the current step");
@@ -52,7 +52,7 @@ SECTIONS.push((() => {
   function make(app, root) {
     const none = kit.h("p", { class: "wbp-empty" }, "The queue is empty. Choose one or several strategies and press Run. The strategies run one after the other.");
     const list = kit.h("ol", { class: "wbp-lineup" });
-    const going = kit.field({ kind: "bool", label: "Continue with the next run when a run fails", onchange: (on) => app.do("queue.keep_going", { on }) });
+    const going = kit.field({ kind: "bool", label: "If a run fails, continue with the next run", onchange: (on) => app.do("queue.keep_going", { on }) });
     const clear = kit.button("Clear", "Clear the queue", () => app.do("queue.clear"));
     root.append(none, list, kit.h("div", { class: "wbp-row" }, going.root, clear));
 
