@@ -337,8 +337,8 @@ def _figures(run: RunSummary) -> list[str]:
         f"After a warm-up of {_count(run.warm_up, 'step')}: {number(run.samples_per_s)} samples/s"
         f"{_believed(run)}. A step takes {milliseconds(run.step_s * 1e3)}; compute is "
         f"{percent(run.compute_share)} of this time.",
-        f"Over all steps, warm-up included: {number(run.all_per_s)} samples/s. The table above also "
-        "includes the warm-up.",
+        f"Over all steps, warm-up included: {number(run.all_per_s)} samples/s. "
+        "The table above also includes the warm-up.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:

@@ -377,9 +377,8 @@ class ChoicePicture(Picture, Choice):
         spent = ""
         if known:
             spent = f"The short runs took {_time(self.seconds)} in total. "
-        text = 'The column "interval" shows 95 % intervals of measured rates, and 90 % intervals of '
-        text += "predicted rates."
-        return [spent + text, *self.notes]
+        text = 'The column "interval" shows 95 % intervals of measured rates, '
+        return [f"{spent}{text}and 90 % intervals of predicted rates.", *self.notes]
 
     def text(self) -> str:
         """Return the table as text."""

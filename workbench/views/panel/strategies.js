@@ -201,7 +201,7 @@ SECTIONS.push({
         field("seeds", "int", "Seeds", "runs of each strategy", { min: 1, max: 10, placeholder: "1" }),
         field("epochs", "int", "Epochs", "", { min: 1, ...as }),
         field("steps", "int", "Steps", "instead of epochs", { min: 1, ...as }),
-        field("batch_size", "str", "Batch size", "samples per step, all workers together; to try several sizes: 64,128", as),
+        field("batch_size", "str", "Batch size", "samples per step, on all workers together; you can type several sizes: 64,128", as),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
         field("inject", "str", "Faults from the start", "for example slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
         field("name", "str", "Name", "name of the run, to find it again", { placeholder: "strategy name" }),
