@@ -337,8 +337,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
-        "labels and output have different shapes, {0} and {1}: the last layer needs as many "
-        "outputs as a label has values. For images, flatten before the last Dense layer",
+        "the shapes of labels and output differ, {0} and {1}: the last layer needs as many outputs "
+        "as a label has values. For images, put keras.layers.Flatten() before the last Dense layer",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
@@ -377,8 +377,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
-        "label {0} has no output, because the last layer has outputs only for the labels from 0 to "
-        "{1}, without {1}: give this layer more outputs, or number the labels from 0",
+        "label {0} has no output, because the last layer has {1} outputs, numbered from 0: give "
+        "this layer more outputs, or number the labels from 0",
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",

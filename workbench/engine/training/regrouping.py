@@ -163,8 +163,8 @@ class Regrouping:
         self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
             text = (
-                "If a worker dies during this training, the run cannot heal, so Workbench must run the "
-                f"cell again. Reason: {why_not}."
+                "If a worker dies during this training, the run cannot heal, so Workbench must run "
+                f"the cell again. Reason: {why_not}."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
