@@ -124,7 +124,7 @@ class Check:
         self.need(
             number == int(number),
             f"`{name}` is {number:g}, but it must be a whole number.",
-            "what does this number count? A count cannot be a fraction",
+            "a count, a rank and the number of a step are never fractions",
         )
         return int(number)
 

@@ -153,7 +153,8 @@ def case(name: str, student: str | None = None) -> Case:
         play_as(student)
     if _latest(name).runs:
         _plays[name].append(Play(draw(_seed, name, len(_plays[name]))))
-        print(f"Case {name} has been run before, so it now has new numbers.")  # noqa: T201
+        words = f"Case {name} has been run before. This is a new case {name}, with new numbers."
+        print(words)  # noqa: T201
     return _latest(name).case
 
 
@@ -323,7 +324,9 @@ def score() -> Table:
             points = play.scores
             total += sum(points)
             rows.append([name, play.strategy, f"{play.factor:.2f}", *(f"{p:.2f}" for p in points)])
-    title = f"{total:.2f} of {2 * len(rows)} points" if rows else "no case has been run yet"
+    title = (
+        f"{total:.2f} of {2 * len(rows)} points" if rows else "no case from A to D has points yet"
+    )
     columns = [
         Column("case", "left"), Column("chosen", "left"), Column("predicted / measured"),
         Column("prediction"), Column("choice"),

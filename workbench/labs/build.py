@@ -362,9 +362,10 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
             raise PlanError(
                 "A block of a lab is not valid.",
                 seen=f"```python{block[1]}",
-                allowed="`unseen` or `lesson` without a number; `exercise`, `solution`, `right`, "
-                "`wrong` or `check` with the exercise's number. The block `exercise` comes first; "
-                "its first line can end with points=N",
+                allowed="a block `unseen` or `lesson` has no number; a block `exercise`, "
+                "`solution`, `right`, `wrong` or `check` has the exercise's number. The block "
+                "`exercise` comes before the other blocks of its exercise, and its first line can "
+                "end with points=N",
                 code="WB-PLAN-053",
             )
     if prose := text[at:].strip():

@@ -232,7 +232,7 @@ class _Unpacker:
     def unpack(self, wire: Any, depth: int) -> Any:
         self._items -= 1
         if depth > 2 * _DEPTH or self._items < 0:
-            raise Senseless("nested too deeply, or too many values")
+            raise Senseless("the value is nested too deeply, or has too many parts")
         if wire is None or isinstance(wire, (bool, float, str)):
             return wire
         if isinstance(wire, int):

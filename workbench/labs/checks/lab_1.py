@@ -115,8 +115,8 @@ def speedup(c: Check) -> None:
         c.need(
             (truth > 1) is wins,
             f"In your runs with the {which} model, two workers are {truth:.2f} times as fast as "
-            f"one worker. If no other program runs, two workers are "
-            f"{'faster' if wins else 'slower'} than one.",
+            f"one worker. But with this model two workers are {'faster' if wins else 'slower'} "
+            "than one worker, if no other program runs.",
             "close other programs. Then run the cells of section 3 and the cell of exercise 1.4 "
             "again",
         )

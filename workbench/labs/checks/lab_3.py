@@ -197,8 +197,9 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}, but if the slow worker needs "
-            f"{found:.4g} s, a step with this worker is not as long as a step without it.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. But if the slow worker needs "
+            f"{found:.4g} s for its part, a step with this worker is not as long as a step without "
+            "it.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
             else "if the slow worker is left out, how large is the part of each of the other "

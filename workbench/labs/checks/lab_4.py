@@ -109,8 +109,8 @@ def central_step(c: Check) -> None:
         _TRAIN.format(parts=[[(*trial[:3], trial[3][rank]) for trial in trials]
                              for rank in range(len(have))]),
         limit_s=LIMIT_S,
-        hint="`w` is a vector or a matrix, `velocity` is None on all workers except worker 0, and "
-        "`dist` is torch.distributed",
+        hint="your function must work if `w` is a matrix, and if `velocity` is None (on all "
+        "workers except worker 0). `dist` is torch.distributed",
     )  # fmt: skip
     weights = [[np.asarray(one[0], dtype=float) for one in worker] for worker in found]
     held = [np.asarray(one[1], dtype=float) for one in found[0]]

@@ -99,9 +99,10 @@ def own_staleness(c: Check) -> None:
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
         "the mean staleness of all pushes is the same with equal and with different speeds",
-        "with the results of `own_staleness`, the mean staleness of three workers with different "
-        f"speeds is {mean:.3g}, but with equal speeds it is {len(step_s) - 1}",
-        "the mean staleness of all pushes does not depend on the workers' speeds",
+        "by the results of `own_staleness`, the mean staleness of three workers with different "
+        f"speeds is {mean:.3g}, but it must be {len(step_s) - 1}, as with equal speeds",
+        f"compute own_staleness(0, {step_s}) on paper: how many pushes do the other workers make "
+        f"in {step_s[0]} s?",
     )
 
 

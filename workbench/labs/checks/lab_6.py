@@ -119,7 +119,7 @@ def right_cnn(c: Check) -> None:
     right = c.expect(
         answer["shape"] == [5, 10],
         "each image of a batch gives one row of ten numbers",
-        f"for 5 images, the result has the shape {tuple(answer['shape'])}",
+        f"for 5 images, the result has the shape {tuple(answer['shape'])}, but it must be (5, 10)",
         "flatten each image separately: a row must hold all values of one image, and no values "
         "of other images",
     )
@@ -128,8 +128,8 @@ def right_cnn(c: Check) -> None:
     c.expect(
         answer["moved"] == [True, False, False, False, False],
         "each prediction depends only on its own image",
-        "the check changed only image 0 of the 5 images, so only prediction 0 may change; these "
-        f"predictions changed: {_places(answer['moved'])}",
+        "the check changed only image 0, so only prediction 0 may change. But these predictions "
+        f"changed: {_places(answer['moved'])}",
         "do not remove rows at the end: at that point, each row already mixes parts of several "
         "images; make the maps smaller before you flatten them",
     )
@@ -161,8 +161,8 @@ def right_cnn(c: Check) -> None:
     c.expect(
         answer["unseen"] == 0,
         "the predictions use all parts of an image",
-        "if an image is divided into 196 squares of 2 x 2 pixels, the predictions do not depend on "
-        f"{answer['unseen']} of these squares",
+        f"the predictions do not depend on {answer['unseen']} of the 196 squares of 2 x 2 pixels "
+        "in an image",
         "make each map smaller as a whole: do not cut out a part of the map",
     )
 
@@ -209,7 +209,7 @@ def in_flight(c: Check) -> None:
         counted = _counted(c, f"most_{schedule}")
         c.need(
             counted == _HELD[schedule],
-            f"`most_{schedule}` on the engines is not from a complete run of {schedule}-6.",
+            f"The engines' `most_{schedule}` does not come from a complete run {schedule}-6.",
             "run the cells again in order, beginning with the cell that trains the run gpipe-6",
         )
         given = [
@@ -283,7 +283,8 @@ def balanced(c: Check) -> None:
         c.expect(
             _median_s(run) < _median_s(c.run("uneven")),
             "a step of the run 'balanced' takes less time than a step of the run 'uneven'",
-            "a step of the run 'balanced' takes at least as long as a step of the run 'uneven'",
+            "a step of the run 'balanced' must take less time than a step of the run 'uneven', but "
+            "it does not",
             "in the cell, change only `cuts`; if you changed nothing else, the machine was busy: "
             "run the cell again",
         )

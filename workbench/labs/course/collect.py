@@ -29,7 +29,7 @@ State = Literal["new", "unchanged", "replaced", "older", "kept", "unreadable"]
 SAID: dict[State, str] = {
     "new": "collected",
     "unchanged": "collected before",
-    "replaced": "collected; the previous notebook is kept, with .before at the end of its name",
+    "replaced": "collected; the previous notebook is kept, with .before in its name",
     "older": "not collected: the student also handed in a newer notebook for this lab",
     "kept": "not collected: another notebook of the student for this lab was collected earlier; "
     "use --replace to replace it",
@@ -92,7 +92,7 @@ def collect(places: Sequence[Path], to: Path, *, replace: bool = False) -> list[
     for place in places:
         if not (place.is_dir() or (place.suffix in (".zip", ".ipynb") and place.is_file())):
             raise PlanError(
-                "Notebooks can be collected only from a folder, a zip file or a notebook."
+                "This is not a folder, a zip file or a notebook."
                 if place.exists()
                 else "This file or folder does not exist.",
                 seen=str(place),

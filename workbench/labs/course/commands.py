@@ -105,7 +105,7 @@ def check_flags(given: argparse.Namespace) -> dict[str, gradebook.Student]:
         raise PlanError(
             "The file of --csv cannot be written.",
             seen=str(given.csv),
-            allowed="a file in a folder that exists, and in which you can write files",
+            allowed="a file in a folder that exists; you must be allowed to write in this folder",
             code="WB-PLAN-340",
         )
     if given.csv is not None:

@@ -23,7 +23,7 @@ Open `lab_{lab}.ipynb` in JupyterLab and run its cells from top to bottom.
 
 The lab has {count} exercises and {points:g} points in total: {each}. For an exercise you
 get either all of its points or no points. To run the lab, install
-`distributed-workbench[torch,lab]`{more}. The lab needs no network.
+`distributed-workbench[{extras}]`. The lab needs no network.
 """
 
 
@@ -60,11 +60,15 @@ def release(numbers: Sequence[int], notebooks: Path, to: Path) -> list[Path]:
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-        more = " and `[tensorflow]`" if "tensorflow" in source.read_text("utf-8") else ""
+        more = ",tensorflow" if "tensorflow" in source.read_text("utf-8") else ""
         points = points_of(source)
         each = ", ".join(f"{name} has {worth:g}" for name, worth in points.items())
         page = _README.format(
-            lab=number, count=len(points), points=sum(points.values()), each=each, more=more
+            lab=number,
+            count=len(points),
+            points=sum(points.values()),
+            each=each,
+            extras=f"torch{more},lab",
         )
         (target.parent / "README.md").write_text(page, encoding="utf-8")
         made.append(target)

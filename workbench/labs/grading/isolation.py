@@ -84,7 +84,7 @@ class Isolation:
         }  # fmt: skip
 
 
-NOTHING = Isolation("", "it was not requested")
+NOTHING = Isolation("", "isolation was not requested")
 
 
 def find_out() -> Isolation:

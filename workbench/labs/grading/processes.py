@@ -270,7 +270,8 @@ class Watch:
             allowed = f"{self._limits.memory_gb:g} GB are allowed"
             self.broken = f"the notebook used {held / GB:.1f} GB of memory: {allowed}"
         elif own > MOST_OWN_BYTES:
-            self.broken = f"the answers filled {own / GB:.1f} GB of the grader's memory"
+            allowed = f"at most {MOST_OWN_BYTES / GB:g} GB are allowed"
+            self.broken = f"the answers filled {own / GB:.1f} GB of the grader's memory: {allowed}"
         soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
         pause_s = SOON_S if soon else EVERY_S
         return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times meanwhile

@@ -111,11 +111,13 @@ def lab_of(path: Path) -> Book:
     lab = read(path)
     if lab.version == "solved":  # an empty notebook would get the solutions
         raise Unreadable(
-            "The notebook contains the solutions: use the students' notebook of this lab instead."
+            f"The lab's original notebook {path.name} contains the solutions: use the students' "
+            "notebook of this lab instead."
         )
     if not any(cell.check for cell in lab.cells):
         raise Unreadable(
-            "The notebook has no checks: use the students' notebook that `workbench labs` made."
+            f"The lab's original notebook {path.name} has no checks: use the students' notebook "
+            "that `workbench labs` made."
         )
     return lab
 

@@ -206,7 +206,7 @@ def private(c: Check) -> None:
         bool(np.allclose(clips[1], [3, -4, 0]) and np.allclose(clips[2], 0)) and found[0][1],
         "`clip` changed an update with a norm below the limit, or it changed its argument `update` "
         "in place.",
-        "return a new tensor: `update` times min(1, norm / (the norm of `update`))",
+        "return a new tensor: `update` times min(1, norm / length); length is the norm of `update`",
     )
     c.expect(True, "`clip` keeps the direction and limits the norm", "")
     _noise(c, found, n)
@@ -291,8 +291,8 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
         c.need(
             bool(np.allclose(_models(c, one[4][0][0], "dp_fedavg"), truth)),
             "With z = 0, `dp_fedavg` does not add the mean of the clipped updates to the weights.",
-            "send the clipped *update* (new weights minus old weights), and add the sum divided by "
-            "world_size to the weights",
+            "send the clipped *update* (new weights minus old weights). Divide the office's sum by "
+            "world_size, and add the result to the old weights",
         )
     messages = [_received(c, found[0][4][at][1], n, (3, 12)[at]) for at in (0, 1)]
     c.need(
@@ -306,8 +306,9 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     sizes = noise.std(axis=(1, 2)) / (0.1 / math.sqrt(n))
     c.need(
         bool((np.abs(sizes - 1) < 0.45).all()) and abs(float(np.mean(sizes)) - 1) < 0.15,
-        "With z = 1, the noise in the messages to the office has the wrong size: in rounds 0, 1 "
-        f"and 2 it is {', '.join(f'{one:.2f}' for one in sizes[:3])} times the right size.",
+        "With z = 1, the noise in the messages to the office has a wrong standard deviation: in "
+        f"rounds 0 to {len(sizes) - 1} it is {', '.join(f'{one:.2f}' for one in sizes)} times the "
+        "right one.",
         "in each round, a branch adds its part of the noise once, before it sends the update",
     )
     c.need(
@@ -337,8 +338,8 @@ def _received(c: Check, seen: Any, n: int, rounds: int) -> Floats:
     c.need(
         shapes == [(n, 9)] * rounds,
         f"In {rounds} rounds of `dp_fedavg` each branch sent {len(shapes)} vectors with the "
-        f"lengths {sorted({shape[-1] for shape in shapes})}. It must send one vector of 9 numbers "
-        "in each round.",
+        f"lengths {sorted({shape[-1] for shape in shapes})}. A branch must send one vector of 9 "
+        "numbers in each round.",
         "in each round a branch sends the result of `private_update` and nothing else",
     )
     return floats(c, seen, "office.seen")
@@ -413,7 +414,7 @@ def secure(c: Check) -> None:
     )
     c.need(
         found[0][7] == "torch.int64",
-        f"`encode` returned numbers of the type {found[0][7]}, but must return torch.int64.",
+        f"`encode` returned numbers of the type {found[0][7]}, but it must return torch.int64.",
         "masks work only with whole numbers: convert the result to torch.int64",
     )
     backs = np.array([floats(c, one[6][0], "decode", (9,)) for one in found])

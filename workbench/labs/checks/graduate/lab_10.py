@@ -428,8 +428,8 @@ def _trained(
             "gradients do not always arrive in the order of the bucket: register a hook for each "
             "parameter, and begin a bucket's message when the hooks of all its parameters have run"
             if crossed
-            else "`finish` must prepare every bucket for the next step, even if `finish` itself "
-            "began the bucket's message"
+            else "if a bucket is still incomplete after the backward pass, `finish` must begin the "
+            "bucket's message, and must also prepare this bucket for the next step"
             if unused == "step 0"
             else "if a parameter gets no gradient in the last backward pass, its .grad still has "
             "the gradient of an earlier pass: send this .grad, and not zeros"
@@ -477,7 +477,8 @@ def parallel(c: Check) -> None:
     c.expect(
         not waits,
         "the backward pass never waits for a message",
-        f"a worker waited for {waits} messages during the backward passes of two steps",
+        f"during the backward passes of two steps, a worker waited for {waits} messages, but it "
+        "must wait for none",
         "a hook must only begin a message; call wait() in `finish`",
     )
     left = max(int(worker[5]) for worker in small)
@@ -535,11 +536,11 @@ def accumulating(c: Check) -> None:
     early = min(one[step] for one in told for step in (2, 6))
     c.expect(
         all(one[1] == one[5] == 7 for one in told) and early >= 4,
-        "the backward pass after no_sync() adds its gradients to the earlier gradients, and sends "
-        "these sums before it ends",
+        "the backward pass after no_sync() adds its gradients to the earlier gradients, and begins "
+        "to send these sums before it ends",
         f"after no_sync(), two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters. "
-        f"In one of these steps, {early} messages began during the backward pass. Each step must "
-        "send 7 messages, and at least 4 of them must begin during the backward pass",
+        f"In one of these steps, {early} messages began before the backward pass reached the first "
+        "layer. Each step must send 7 messages, and at least 4 of them must begin so early",
         "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", 200, quiet=True)

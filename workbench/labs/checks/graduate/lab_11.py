@@ -264,8 +264,8 @@ def flat(c: Check) -> None:
             c.need(
                 length == wanted and not np.any(np.asarray(padding, dtype=float)),
                 f"For {int(numbers)} numbers, the vector of `flatten` has the length "
-                f"{int(length)}. With {workers} workers the length must be {wanted}, with zeros "
-                "at the end.",
+                f"{int(length)}. With {workers} workers the length must be {wanted}, and all "
+                f"numbers after the first {int(numbers)} must be 0.",
                 "how many zeros must you add to reach the next multiple of world_size? The "
                 "operator % helps: -7 % 3 is 2",
             )
@@ -276,8 +276,8 @@ def flat(c: Check) -> None:
             )
             c.need(
                 bool(same),
-                "`unflatten(flat, like)` must return the numbers of `flat`, with the type of "
-                "`flat` and the shapes of the tensors in `like`, but it does not.",
+                "`unflatten(flat, like)` did not return the numbers of `flat` with the type of "
+                "`flat` and the shapes of the tensors in `like`.",
                 "in the vector `flat`, each tensor begins where the previous tensor ends. Take all "
                 "numbers from `flat`: the numbers in `like` can be different",
             )
@@ -305,7 +305,7 @@ def zero(c: Check) -> None:
         "each worker updates its part with the mean of all workers' gradients; then every worker "
         "collects the new parts of all workers",
     )
-    c.expect(True, "the weights equal those of an undivided optimizer", "")
+    c.expect(True, "the weights equal those that an undivided optimizer gives", "")
     part_bytes = 3 * 8 * math.ceil(float(found[0][2]) / workers)  # amsgrad=True: three tensors
     whole = [float(one[5]) for one in found if float(one[5]) != part_bytes]
     c.need(
@@ -466,10 +466,11 @@ def _divided(
     whole, *other = (int(one) for one in parts[7])
     c.need(
         not other,
-        f"Worker {rank} sent a tensor with {max(other, default=0)} numbers, but the input and the "
-        f"result each have {whole} numbers.",
-        "a worker sends only activations and their gradients, never weights: apply CopyIn to the "
-        "input, and SumOut to this worker's part of the result",
+        f"Worker {rank} sent a tensor with {max(other, default=0)} numbers. But a worker may send "
+        f"only its part of the result and the gradient of the input, which have {whole} numbers "
+        "each.",
+        "do not send weights: apply CopyIn to the input, and SumOut to this worker's part of the "
+        "result",
     )
     divided, last = (float(one) for one in parts[5])
     c.need(
@@ -479,13 +480,13 @@ def _divided(
         ),
         "The gradients of the parts differ from the gradients of the undivided layers.",
         "every weight and bias of a part must be a parameter with its own gradient. The backward "
-        "pass of SumOut must not add up gradients. Do not divide the bias by N: otherwise each "
-        "copy gets only 1/N of its gradient",
+        "pass of SumOut must not add up gradients. Do not add bias / N to each part of the result: "
+        "otherwise each copy of the bias gets only 1/N of its gradient",
     )
     c.need(
         off_later < 1e-10,
-        f"After a step of SGD, the result on worker {rank} differs from that of the undivided "
-        f"layers by {off_later:.2g}.",
+        f"After a step of SGD, the result on worker {rank} differs from the result of the "
+        f"undivided layers by {off_later:.2g}.",
         "add the whole bias once, on one worker. If each of N workers holds 1/N of the bias, each "
         "part gets the full gradient, so a step changes the bias N times too much",
     )
@@ -521,19 +522,19 @@ def mlp(c: Check) -> None:
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
-            f"On worker {rank} the result differs from that of the undivided MLP by "
+            f"On worker {rank} the result differs from the result of the undivided MLP by "
             f"{float(off):.2g}.",
             "use `gelu` between the layers, as in second(gelu(first(x))), and add the bias of the "
             "second layer once, after the sum over the workers",
         )
         c.need(
             float(off_input) < 1e-10,
-            f"On worker {rank} the gradient of the input differs from that of the undivided MLP by "
-            f"{float(off_input):.2g}.",
+            f"On worker {rank} the gradient of the input differs from the gradient with the "
+            f"undivided MLP by {float(off_input):.2g}.",
             "every worker used x, so the gradients of all workers must be added up: apply CopyIn "
             "to x",
         )
-        kept = "rows of first.weight, and columns of second.weight"
+        kept = "rows of first.weight and first.bias, and columns of second.weight"
         _divided(c, rank, len(found), parts, float(off_later), kept)
     c.expect(True, "the result and all gradients are the same as with the undivided MLP", "")
 
@@ -585,8 +586,8 @@ def saved(c: Check) -> None:
     )
     c.need(
         float(net) == float(net_true),
-        f"For an MLP with 16 samples, `saved_bytes` returned {float(net):g}, but the input and "
-        f"both hidden tensors (before and after GELU) have {float(net_true):g} bytes.",
+        f"For an MLP with 16 samples, `saved_bytes` returned {float(net):g}. But the input, the "
+        f"input of GELU and the output of GELU have {float(net_true):g} bytes in total.",
         "autograd saves weights too, but they are not activations: do not count tensors with the "
         "data_ptr() of a parameter"
         if float(net) > float(net_true)

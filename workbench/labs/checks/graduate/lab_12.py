@@ -97,7 +97,7 @@ def _one_message(
     read = floats(c, back, f"unpack_{name}", v.shape)
     c.need(
         kind.endswith("float32"),
-        f"`unpack_{name}` returned numbers of the type {kind}, but must return torch.float32.",
+        f"`unpack_{name}` returned numbers of the type {kind}, but it must return torch.float32.",
         "convert the result to float32, the type of the sender's numbers",
     )
     if truth is None:  # 8 bits: no number is off by more than half a step
@@ -206,8 +206,8 @@ def feedback(c: Check) -> None:
             c.need(
                 bool(np.allclose(error, memory[rank], atol=EXACT)),
                 f"{words}: `error` of worker {rank} is wrong after {len(gradients)} steps.",
-                "look at one worker: the sum of its messages of all steps, plus its memory "
-                "after the last step, must be the sum of its gradients of all steps"
+                "for one worker, add up its messages of all steps and its memory after the last "
+                "step: the result must be the sum of its gradients"
                 if used
                 else "without feedback the memory must stay zero",
             )
@@ -268,6 +268,7 @@ def loops(c: Check) -> None:
     pulls, goals = 0.1 * np.arange(1, n + 1)[:, None], np.arange(n)[:, None]
     ring_bytes = 2 * (n - 1) / n * 4 * 3
     for place, (name, every) in enumerate((("compressed_sgd", 1), ("local_sgd", 3))):
+        unit = "step" if every == 1 else "round"
         w, points, batch = np.array([1.0, -1.0, 2.0]), [], 0
         lr = 0.25 if name == "compressed_sgd" else 0.5  # the sender returns half of each mean
         for turn in range(4):
@@ -299,21 +300,21 @@ def loops(c: Check) -> None:
             c.need(
                 curve.shape == (4, 2),
                 f"The curve of `{name}` has the shape {curve.shape}, but the shape must be (4, 2).",
-                "append [post.sent_bytes, task.loss(w)] after each step, or after each round",
+                f"append [post.sent_bytes, task.loss(w)] after each {unit}",
             )
             c.need(
                 bool(np.allclose(curve[:, 0], np.array(points)[:, 0], rtol=1e-3)),
                 f"In a test, the curve of `{name}` has wrong numbers of bytes: "
                 f"{curve[:, 0].round(1).tolist()}.",
                 "the first number of each point is post.sent_bytes: all bytes that this worker "
-                "has sent so far. In each step or round, send only one message",
+                f"has sent so far. In each {unit}, send only one message",
             )
             c.need(
                 bool(np.allclose(curve[:, 1], np.array(points)[:, 1], rtol=1e-3)),
                 f"In a test, the curve of `{name}` has wrong losses: "
                 f"{curve[:, 1].round(3).tolist()}.",
                 "the second number of each point is task.loss(w): the loss of the weights that "
-                "every worker has after this step or round",
+                f"every worker has after this {unit}",
             )
     c.expect(True, "both loops return the right weights, and the right bytes at each point", "")
 
@@ -427,8 +428,8 @@ def gossip(c: Check) -> None:
         found = c.number_from("second_eigenvalue", matrix)
         c.need(
             math.isclose(found, second, abs_tol=1e-6),
-            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}, which is not the second "
-            "largest magnitude of the matrix's eigenvalues.",
+            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}, but this is not the "
+            "second largest magnitude of an eigenvalue.",
             "sort the magnitudes of the eigenvalues: an eigenvalue of -0.8 counts as 0.8",
         )
     for matrix, factor, rounds in (

@@ -306,7 +306,7 @@ def laws(c: Check) -> None:
         )
     c.need(
         c.call("most_workers", 0.0, 0.5) == math.inf,
-        "most_workers(0.0, 0.5) is not infinite.",
+        "most_workers(0.0, 0.5) must return infinity, but it does not.",
         "if the serial share is 0, the efficiency is 1 for every number of workers: return "
         "math.inf",
     )
@@ -448,8 +448,8 @@ def slowest(c: Check) -> None:
         ),
         "`slowest_error` takes the slowest worker into account",
         f"`slowest_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
-        "add expected_slowest(times, MANY) - expected_slowest(times, 2) to your prediction; then "
-        "the error is measured / predicted - 1",
+        "add expected_slowest(times, MANY) - expected_slowest(times, 2) to your prediction. The "
+        "error is measured / predicted - 1",
     )
     rows = (many.history["rank"] == 0) & (many.history["step"] >= 1)
     values = many.history["step_s"][rows]
