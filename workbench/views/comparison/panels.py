@@ -128,7 +128,7 @@ def shares(axes: Axes, comparison: Comparison) -> None:
 
 def sent(axes: Axes, comparison: Comparison) -> None:
     """Draw the bytes that all workers together send in a step."""
-    frame(axes, "Bytes sent: per step · in the whole run")
+    frame(axes, "Bytes sent: per step · whole run")
     values = [row.sent_step_bytes for row in comparison.rows]
     words = [
         f"{size(row.sent_step_bytes)} · {size(row.sent_bytes)}"
