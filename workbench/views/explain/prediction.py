@@ -77,7 +77,7 @@ class PredictionPicture(Picture, Prediction):
                 [str(p.workers), _time(steps[0]), f"{_time(steps[1])} to {_time(steps[2])}",
                  number(rates[0]), f"{number(rates[1])} to {number(rates[2])}",
                  *(percent(share) for share in p.share),
-                 "predicted from too few measurements" if p.far else "predicted"]
+                 "predicted, far from the measurements" if p.far else "predicted"]
             )  # fmt: skip
         notes = [
             f"Link: {self.link}. {_SCALING[self.scaling]} The predicted runs have "
@@ -122,7 +122,7 @@ class PredictionPicture(Picture, Prediction):
         if not all(_alike(self, m) for m in self.measured):
             legend += " Faint dots: measured runs with another batch size than the predicted runs."
         if any(p.far for p in self.points):
-            legend += " Shaded area: predicted from too few measurements."
+            legend += " Shaded area: far from the measurements."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():

@@ -55,7 +55,7 @@ SECTIONS.push((() => {
     svg.append(kit.svg("path", { d: `M${line(points, "_low")}L${line([...points].reverse(), "_high")}Z`, fill: color, class: "wbp-band" }),
       kit.svg("path", { d: `M${line(points, "")}`, fill: "none", stroke: color, class: "wbp-expected" }));
     for (const p of found.points) {
-      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", from too few measurements" : ""}`;
+      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", far from the measurements" : ""}`;
       svg.append(kit.svg("circle", { cx: x(p.workers), cy: y(value(p)), r: 7, stroke: color, class: "wbp-ring" }, kit.svg("title", {}, document.createTextNode(said))));
     }
   }
