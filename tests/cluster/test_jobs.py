@@ -234,7 +234,7 @@ def test_a_job_whose_lines_nobody_reads_any_more_ends_well(tmp_path):
             pipe.readline()
         assert job.wait(WAIT_S) in (0, 120)  # 120: Python could not flush its standard output
     assert meta(folder)["state"] == "finished"
-    assert "the job's output" in (run_of(folder) / "events-rankjob.jsonl").read_text()
+    assert "job's output" in (run_of(folder) / "events-rankjob.jsonl").read_text()
 
 
 def test_orders_of_others_are_not_obeyed(tmp_path):

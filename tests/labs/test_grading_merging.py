@@ -113,7 +113,7 @@ def test_own_cells_elsewhere_are_not_run_and_named(merged):
     assert all_of(found) == all_of(merged(cells(GOOD)))
     (note,) = found.notes
     assert note.startswith("1 cell ")
-    assert note.endswith("was not run (cell 1 of this notebook)")
+    assert "(cell 1 of" in note
 
 
 def test_checks_that_a_student_repeats_are_not_taken_for_answers(merged):

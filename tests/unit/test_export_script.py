@@ -349,7 +349,7 @@ def test_what_is_no_relative_path_that_is_read_passes(source, beside):
 def test_the_plain_script_is_python_without_workbench(name, strategy):
     recipe = builtin.lookup(name)
     text = script.plain_py(plan_of(recipe, strategy))
-    assert ("The order of samples" in text) == (strategy != "one_device")
+    assert ("(dropout)" in text) == (strategy != "one_device")
     imports = {
         alias.name.split(".")[0]
         for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)
@@ -425,7 +425,7 @@ def test_usual_imports_and_names_of_the_cell_are_no_collision():
     source += "from random import random\ndevice = torch.device('cpu')\n"
     text = script.plain_py(plan_of(source))
     assert source in text
-    assert "order of samples" not in text  # the loop itself divides the data
+    assert "(dropout)" not in text  # no promise about results: the loop itself divides the data
 
 
 UNEVEN = """

@@ -317,7 +317,7 @@ def test_a_host_says_why_it_does_not_share_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("there", "says"), [("same", ""), ("other", "different"), ("", "start in")]
+    ("there", "says"), [("same", ""), ("other", "not the same"), ("", "start in")]
 )
 def test_a_host_without_the_notebooks_folder_is_named(tmp_path, monkeypatch, there, says):
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ def test_every_resource_can_be_given(call) -> None:
 def test_what_a_platform_must_be_told_is_what_is_asked_for(name: str) -> None:
     with pytest.raises(PlanError, match="WB-PLAN-225") as caught:
         jobs.job(CELL, "job", on=name, strategy="mirrored", workers=2)
-    wanted = [word.partition("=")[0] for word in str(caught.value.next_step).split(", ")]
+    wanted = re.findall(r"(\w+)=\.\.\.", str(caught.value.next_step))
     told = {one: ("one", "two") if one == "hosts" else "/some/word" for one in wanted}
     nodes = len(told.get("hosts", "1"))
     path = jobs.job(CELL, "job", on=name, strategy="mirrored", workers=2, nodes=nodes, **told)

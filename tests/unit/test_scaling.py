@@ -113,7 +113,7 @@ def test_without_one_worker_speed_up_is_over_the_fewest_and_that_is_said() -> No
     assert found.least == 2
     assert found.curves[0].points[0].speedup == 1
     assert any("2 workers" in note for note in found.notes)
-    assert "the throughput of 2 workers" in found.verdict
+    assert "of 2 workers" in found.verdict
 
 
 def test_a_failed_run_in_the_middle_is_missing_and_the_rest_is_shown() -> None:
