@@ -389,8 +389,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             return RunError(
                 "The cell trained, but not under the strategy: the cell did not give its optimizer "
                 "to the strategy.",
-                seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
-                "and no recorded step",
+                seen=f"up to {max(loop.updates for loop in loops)} optimizer steps on a worker, "
+                "but no recorded step",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that itself "
                 "uses torch.distributed",
                 next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader) "

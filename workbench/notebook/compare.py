@@ -335,7 +335,7 @@ class Calibration:
         return (
             f"Workbench trained a small network under `mirrored` on {workers} workers and delayed "
             f"worker 1 by {self.injected_ms:.0f} ms in each step. The first {SETTLE} steps are not "
-            f"counted. The table is computed from the {self.steps} steps after them.",
+            f"counted. The table is computed from the next {self.steps} steps.",
             "The sync wait of the other workers is the median over their steps ± half the "
             "distance between the quartiles. "
             f"The error is the median minus the injected delay: {self.error_ms:+.1f} ms.",

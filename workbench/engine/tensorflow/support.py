@@ -303,8 +303,9 @@ _CAUSES = {
     f"this engine (at least {LOGICAL_DEVICES} logical CPU devices), so a cell cannot change the "
     "devices. Remove the line that changes them. To change the number of replicas, use -n in the "
     "cell's first line.",
-    "AddN must have the same size and shape": "the cell adds up tensors with one row per sample, "
-    "but the replicas' shares have different numbers of samples. Use a batch size that is a "
+    "AddN must have the same size and shape": "the cell adds tensors of different replicas. These "
+    "tensors have one row per sample, and the replicas have different numbers of samples, so the "
+    "shapes differ. Use a batch size that is a "
     "multiple of the number of replicas, and drop the smaller last batch: "
     "data.batch(64, drop_remainder=True).",
     "optimizer can only optimize Tensors": "a PyTorch optimizer cannot train a Keras model; "

@@ -169,7 +169,7 @@ def _played(c: Check, name: str) -> None:
     c.need(
         strategy in STRATEGIES and set(measured) == set(STRATEGIES),
         f"Your prediction for case {name} is sealed, but the case was not run to its end.",
-        "run your strategy and the other three strategies with blind.run(case)",
+        "call blind.run(case): it runs your strategy and the other three",
     )
     if not c.expect(
         play["honest"] is True,

@@ -397,7 +397,7 @@ class TensorParallel(Partitioned):
                     "second layer can use the divided output of the first layer. Workbench could "
                     "not test the pairs, because the device of at least one worker does not have "
                     "enough free memory. So Workbench gathers the outputs of these layers. If the "
-                    "layers form pairs, name them, and Workbench does not gather: "
+                    "layers do form pairs, give the pairs; then Workbench does not gather them: "
                     "`-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))

@@ -845,7 +845,7 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole} of the time, part above the ideal bubble ${beyond}`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole} of the time, ${beyond.replace(/[+±]/, "").replace("%", "percentage points")} above the ideal bubble`);
     this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
   }
 

@@ -324,8 +324,8 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     )
     c.need(
         bool(np.allclose(models, before + messages[1].sum(1) / n)),
-        "With z = 1, the new weights are not the old weights plus the mean of the messages that "
-        "the office received.",
+        "With z = 1, `dp_fedavg` returned wrong weights. They must be the old weights plus the "
+        "mean of the messages that the office received.",
         "the messages already contain the noise: divide the office's sum by world_size, and add "
         "the result to the old weights",
     )
