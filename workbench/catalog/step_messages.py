@@ -187,9 +187,9 @@ def sharded(layout: Layout) -> Parts:
             "workers gather these layers again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of all layers of at least unit_mb MB (see the option unit_mb); workers remove "
-            "these layers from memory after the forward pass, and gather them again for the "
-            "backward pass"
+            "bytes of all large layers together (a layer is large if it has at least unit_mb MB); "
+            "workers remove these layers from memory after the forward pass, and gather them again "
+            "for the backward pass"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",

@@ -119,7 +119,7 @@ class StrategiesPart(Part):
         """Switch the framework; each framework has a separate selection."""
         if name not in catalog.FRAMEWORKS:
             raise PlanError(
-                "This framework does not exist.",
+                "Workbench has no framework with this name.",
                 seen=name,
                 allowed=", ".join(catalog.FRAMEWORKS),
                 code="WB-PLAN-077",

@@ -32,9 +32,9 @@ worker has sent to its neighbours stay in the neighbours' replicas. A new worker
 of a worker that has taken the most steps. If there are several such workers, the new worker chooses
 the one with the nearest rank.
 
-The replica spread shows how different the replicas are. Each worker computes its own value before
-the mixing and logs it as `spread`. The worker subtracts the replica of each neighbour from its own
-replica. The replica spread is the root mean square of these differences.
+The replica spread shows how different the replicas are. Before the mixing, each worker compares its
+replica with the replicas of its neighbours. It logs the result as `spread`: the root mean square of
+the differences between its own replica and each neighbour's replica.
 """
 
 from __future__ import annotations

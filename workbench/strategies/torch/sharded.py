@@ -250,7 +250,7 @@ def _undrawn(what: str) -> FitError:
     return FitError(
         "The model is on device `meta`, where tensors have no memory. Workbench must create the "
         "initial weights, but cannot do this for one part of the model.",
-        seen=f"{what} has no reset_parameters() that sets all its parameters",
+        seen=f"{what}: reset_parameters() is missing, or does not set all parameters of this part",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
         next_step="pass a function that builds the model without device `meta`: "
         "wb.fit(lambda: make_model(), ...)",

@@ -122,7 +122,7 @@ class PredictionPicture(Picture, Prediction):
         if not all(_alike(self, m) for m in self.measured):
             legend += " Faint dots: measured runs with another batch size than the predicted runs."
         if any(p.far for p in self.points):
-            legend += " Shaded area: far from the measurements."
+            legend += " Shaded area: far from the measurements, so less certain."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():

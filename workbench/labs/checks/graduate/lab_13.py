@@ -458,8 +458,8 @@ def slowest(c: Check) -> None:
     c.expect(
         _near(pair, ends),
         "`many_interval` is the interval of the mean step time of `many`",
-        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but the check's own bootstrap gives the "
-        f"90 % interval {ends[0]:.4g} to {ends[1]:.4g} s",
+        f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but the check's own bootstrap gives "
+        f"the 90 % interval {ends[0]:.4g} to {ends[1]:.4g} s",
         "in the history of `many`, take `step_s` of worker 0 without step 0. Call `interval` with "
         "these values, 1000 repeats and any seed",
     )
