@@ -209,7 +209,7 @@ def test_the_check_of_a_case_never_names_the_best(begun):
 def test_a_prediction_that_was_never_run_is_not_scored(begun):
     blind.seal(blind.case("A"), "mirrored", 100)
     assert "not run" in repr(checked("A"))
-    assert "points" not in blind.score().text()
+    assert not re.search(r"\d", blind.score().text())
 
 
 def test_odd_cases_strategies_and_sizes_are_refused(begun):
