@@ -256,7 +256,7 @@ def test_what_cannot_be_handed_over_is_said_as_training_begins(
 ):
     (tmp_path / "hurry").touch()
     run = cluster.run(source(change=change), strategy="mirrored", on_failure="heal").wait(WAIT_S)
-    assert any(why in note and "start again" in note for note in run.history.story.notes)
+    assert any(why in note and "cannot heal" in note for note in run.history.story.notes)
 
 
 def test_steps_over_several_batches_end_in_a_restart(cluster, tmp_path, source):
