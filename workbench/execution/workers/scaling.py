@@ -152,7 +152,7 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
 
 
 def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
-    """Return the error for a request that all workers leave, or only engines that are none."""
+    """Return the error for a request that no worker stays, or that none of the run leaves."""
     if not set(engines) & set(members):
         return RunError(
             "None of these engines is a worker of the run.",
