@@ -190,6 +190,7 @@ def test_a_server_with_a_copy_leaves_and_its_copy_takes_over(cluster, paced, und
     every_step_counts_once(run, STEPS)
 
 
+@pytest.mark.leaks("the client seeks the controller, which ended, until the next test restarts it")
 def test_the_warm_parent_passes_it_on_and_ends_last(cluster, paced, tmp_path):
     run = cluster.run(paced, strategy="mirrored", on_failure="stop", checkpoint=str(tmp_path / "c"))
     trains(run)
