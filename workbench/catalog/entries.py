@@ -73,7 +73,7 @@ TORCH: tuple[Strategy, ...] = (
                 choices=("auto", "backend", "ring", "hierarchical", "reduce_to_one",
                          "recursive_doubling"),
                 help="all-reduce algorithm that adds up the gradients; `auto` measures the "
-                "algorithms and uses the fastest; `backend` is the all-reduce of gloo or NCCL",
+                "algorithms and chooses one; `backend` is the all-reduce of gloo or NCCL",
             ),
             Option(
                 "compress", "str", "none", pattern=COMPRESSIONS,

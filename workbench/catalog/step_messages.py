@@ -49,7 +49,7 @@ def mirrored(layout: Layout) -> Parts:
     units, notes = {**M, **many}, []
     if asked == "auto" and not gathers:
         notes.append(
-            "With allreduce=auto, Workbench measures the algorithms and uses the fastest. The "
+            "With allreduce=auto, Workbench measures the algorithms and chooses one. The "
             "diagram shows the algorithm of the backend (gloo or NCCL)."
         )
     unit = "M" if compress == "none" else "C"

@@ -254,7 +254,8 @@ def own_address(towards: str) -> str:
             f"This host ({platform.node()}) cannot reach the other hosts of the run.",
             seen=f"{towards}: {error}",
             allowed="hosts that can reach each other over IPv4 (IPv6 alone is not enough)",
-            next_step="give the network that all hosts share: %cluster start --listen ADDRESS",
+            next_step="give the network that all hosts share, for example: "
+            "%cluster start --listen 10.0.0.0/8",
             code="WB-CLUSTER-073",
         ) from error
 

@@ -497,7 +497,7 @@ def _steps(group: Sequence[RunSummary]) -> str:
     if first.first_step:
         return f"{asked} ({counted} of them in this run)"
     if not first.joined and counted > asked:
-        return f"{asked} for each worker ({counted} steps by the fastest worker)"
+        return f"{asked} requested per worker (the fastest worker took {counted})"
     return f"{asked} ({counted} completed)"
 
 

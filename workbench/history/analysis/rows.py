@@ -503,10 +503,10 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
         f"1/{plan.workers} of the batch. They take {milliseconds(payoff.one_work_s)} with "
         f"{one.name}, for the whole batch"
     )
-    why = "perhaps most of the time does not depend on the batch size."
+    why = "perhaps most of this time is the same for every batch size."
     if share_cores(one, plan):
         why = (
-            "either the workers share cores, or most of the time does not depend on the batch size."
+            "either the workers share cores, or most of this time is the same for every batch size."
         )
     return (
         f"These runs do not show with which batch size {plan.name} would be faster than "

@@ -77,7 +77,7 @@ class PredictionPicture(Picture, Prediction):
                 [str(p.workers), _time(steps[0]), f"{_time(steps[1])} to {_time(steps[2])}",
                  number(rates[0]), f"{number(rates[1])} to {number(rates[2])}",
                  *(percent(share) for share in p.share),
-                 "predicted, far from the measurements" if p.far else "predicted"]
+                 "predicted, for many more workers than measured" if p.far else "predicted"]
             )  # fmt: skip
         notes = [
             f"Link: {self.link}. {_SCALING[self.scaling]} The predicted runs have "
@@ -89,7 +89,7 @@ class PredictionPicture(Picture, Prediction):
         """Return in words whether the interval contains a run that the prediction did not use."""
         at = [p for p in self.points if p.workers == measured.workers]
         if not _alike(self, measured):
-            return ", with another batch size than the predicted runs"
+            return ", with a different batch size"
         if measured.run in self.runs or not at:
             return ""
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
@@ -120,9 +120,9 @@ class PredictionPicture(Picture, Prediction):
         y = top + PLOT + 46
         legend = "Circles: predicted. Band: should contain 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint dots: measured runs with another batch size than the predicted runs."
+            legend += " Faint dots: measured with a different batch size than the predictions."
         if any(p.far for p in self.points):
-            legend += " Shaded area: far from the measurements, so less certain."
+            legend += " Shaded area: many more workers than measured, so less certain."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():

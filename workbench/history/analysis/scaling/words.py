@@ -135,8 +135,8 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     said += f" With {few}, computing takes {milliseconds(before_s)}."
     if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan) and _divided(plan, fewer):
         said += (
-            " Either the workers share cores, or most of the time for computing does not depend "
-            "on the batch size. Try a larger batch."
+            " Either the workers share cores, or most of the compute time is the same for every "
+            "batch size. Try a larger batch."
         )
     return said
 
