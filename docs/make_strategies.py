@@ -43,7 +43,7 @@ compute the loss in any way: with `model(x)`, with a method (`model.training_ste
 parts of the model. Because there is no wrapper, use `model` where code for DistributedDataParallel
 uses `model.module`.
 
-Under `mirrored`, gradients are averaged at the end of each backward pass. The loss can contain a
+Under `mirrored`, the gradients are averaged when a backward pass ends. The loss can contain a
 gradient penalty (`torch.autograd.grad`). During the loop you can freeze, unfreeze and add layers,
 and replace the optimizer. Make each such change at the same step on every rank. In a block with
 `model.no_sync()`, each worker adds up its own gradients without averaging, as in

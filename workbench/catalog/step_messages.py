@@ -311,8 +311,8 @@ def tensor_parallel(layout: Layout) -> Parts:
     units = {
         "Y": "bytes of the outputs of all pairs of divided layers, for one batch",
         "X": (
-            "bytes of the gradients for the inputs of all pairs of divided layers; the model's own "
-            "input does not count, because it needs no gradient"
+            "each pair of divided layers has an input; X is the bytes of the gradients of these "
+            "inputs, for one batch, without the input of the model, which needs no gradient"
         ),
         **N,
     }
@@ -337,10 +337,10 @@ def local_sgd(layout: Layout) -> Parts:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step begins at the parameters from the start of the round. It adds the mean "
-            f"of the changes that {who} made in this round, with learning rate "
-            f"{options['outer_lr']:g} and Nesterov momentum {options['outer_momentum']:g}. The "
-            "outer step itself sends no messages."
+            "The outer step begins at the parameters from the start of the round, and goes in the "
+            f"direction of the mean change that {who} made in this round. It uses learning rate "
+            f"{options['outer_lr']:g} and Nesterov momentum {options['outer_momentum']:g}. "
+            "The outer step itself sends no messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"

@@ -326,7 +326,7 @@ def listening(listen: str) -> str:
         return ""
     if listen in EVERY:
         raise PlanError(
-            "--listen needs one address, but this value means all addresses of this machine.",
+            "--listen must select one address of this machine, but this value means all addresses.",
             seen=listen,
             allowed=_choices(here),
             next_step="give the network that connects the machines, for example "

@@ -297,7 +297,8 @@ def order(
     strange = [uuid for uuid in theirs if uuid not in ours and not uuid.startswith("MIG")]
     if strange:
         return "warn", f"torch has a GPU that NVML does not list: {strange[0]}", (
-            "check for MIG instances, or a container that shows different GPUs to torch and NVML"
+            "check whether the machine has MIG instances, or whether a container shows different "
+            "GPUs to torch and to NVML"
         )  # fmt: skip
     places = [ours.index(uuid) for uuid in theirs if uuid in ours]
     if places == sorted(places):

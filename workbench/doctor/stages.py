@@ -367,7 +367,7 @@ def _strategies(child: Child, place: Place) -> None:
             except TimeoutError:
                 print(cluster.stacks(), flush=True)
                 child.say("fail", id, what, f"hangs: not finished within {STEP_S:g} s",
-                          "the log of this stage shows where each engine hangs")  # fmt: skip
+                          "the log of this check shows where each engine hangs")  # fmt: skip
                 end(cluster)
                 cluster = stack.enter_context(cluster_of(child, place))
                 continue

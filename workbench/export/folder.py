@@ -316,7 +316,7 @@ def _portable_target(target: str) -> str:
             "or a path of this machine.",
             seen=f"--log {kind}:{shown}",
             allowed="an address without user name, password or query (`?...`), not a local path",
-            next_step="use --log mlflow: without a URI, and set the environment variable "
+            next_step="give only `--log mlflow:` (no address), and set the environment variable "
             "MLFLOW_TRACKING_URI where the job runs",
             code="WB-PLAN-213",
         )

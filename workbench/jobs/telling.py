@@ -89,8 +89,8 @@ PROGRESS = {
     "total_steps": "the total number of steps; null while it is unknown",
     "loss": "the loss of the latest step",
     "samples_per_s": "samples per second of all workers together, over the last few seconds",
-    "compute_share": "share of the workers' time in which they compute, 0 to 1",
-    "sync_wait_share": "share of the workers' time in which they wait for each other, 0 to 1",
+    "compute_share": "part of the workers' time in which they compute, 0 to 1",
+    "sync_wait_share": "part of the workers' time in which they wait for each other, 0 to 1",
     "slow_rank": "the rank of the worker for which the others wait; null if there is no straggler",
 }
 

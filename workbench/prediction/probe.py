@@ -245,7 +245,7 @@ def _check_whole(run: RunData) -> None:
             "Faults or the number of workers changed during the run, so a prediction cannot use "
             "all steps of the run.",
             seen=f"run {run.name}: "
-            + ("its faults changed" if changed else "workers left or joined"),
+            + ("the injected faults changed" if changed else "workers left or joined"),
             next_step="predict from a run without such changes",
             code="WB-RUN-133",
         )

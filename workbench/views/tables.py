@@ -338,7 +338,7 @@ def _figures(run: RunSummary) -> list[str]:
         f"{_believed(run)}. A step takes {milliseconds(run.step_s * 1e3)}; compute is "
         f"{percent(run.compute_share)} of this time.",
         f"Over all steps, warm-up included: {number(run.all_per_s)} samples/s. "
-        "The table above also includes the warm-up.",
+        "The values in the table above are over all steps, too.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:
@@ -346,7 +346,7 @@ def _figures(run: RunSummary) -> list[str]:
     if run.stride > 1:
         lines.append(
             f"Only one of every {run.stride} steps is stored. The median waits, the 95 % interval, "
-            "and the time and compute of a step come from the stored steps. All other values come "
+            "the step time and its compute come from the stored steps. All other values come "
             "from all steps."
         )
     lines += [_server(held) for held in run.servers]

@@ -305,8 +305,9 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured: {recorder.trouble}. The times recorded "
-                f"for {'this step' if many == 1 else 'these steps'} are times of the CPU.",
+                text=f"{steps} not measured: {recorder.trouble}. For "
+                f"{'this step' if many == 1 else 'these steps'}, the history shows when the CPU "
+                "finished its part; the device may have finished later.",
             )
         )
 

@@ -137,8 +137,8 @@ def right_cnn(c: Check) -> None:
         answer["rows"] <= 5,
         "`fc1` gets one row for each image",
         f"for 5 images, `fc1` got {answer['rows']} rows, but it must get one row for each image",
-        "each of these rows holds only a part of an image: make the maps smaller before you "
-        "flatten them, so that one row holds the whole image",
+        "each of these rows holds only a part of an image, because the flattened maps have more "
+        "numbers than a row of `fc1`: make the maps smaller before you flatten them",
     )
     layers: dict[str, list[int]] = answer["layers"]
     off = sorted(n for n in {*layers, *_CNN} if layers.get(n) != _CNN.get(n))

@@ -74,7 +74,7 @@ STYLES = {
     "col": "divided by columns; the output stays divided",
     "row": "divided by rows; needs a divided input; the outputs are added up",
     "gathered": "divided by columns; the output is gathered immediately",
-    "split_row": "divided by rows; the input must not be divided",
+    "split_row": "divided by rows; takes the whole input",
     "heads": "the same as col, but for code that reshapes the output into attention heads",
 }
 ALONE = ("gathered", "split_row")

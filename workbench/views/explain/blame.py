@@ -143,7 +143,7 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "the other workers would no longer wait for worker {worker}. In each step, the "
-    "exchange of tensors would begin when the last of the other workers is ready",
+    "exchange of tensors would begin as soon as all other workers are ready",
     "pipeline": "the time saved in a step is the busy time of worker {worker} minus the busy time "
     "of the busiest other worker (0 if this is negative). The pipeline would also fill faster. "
     "The estimate leaves out this effect, so the real gain is larger",

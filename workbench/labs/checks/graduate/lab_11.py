@@ -212,7 +212,7 @@ def held(c: Check) -> None:
                 f"look at stage {stage} in the table: which of the three parts are divided by N? "
                 "Do not round the result",
             )
-    c.expect(True, "`held_bytes` is right for every stage", "")
+    c.expect(True, "`held_bytes` is right for every ZeRO stage", "")
     for memory, workers in ((80e9, 64), (1_000_010, 3), (24e9, 1)):
         for stage in range(4):
             found = c.number_from("largest", memory, workers, stage)
@@ -223,7 +223,7 @@ def held(c: Check) -> None:
                 "largest number of parameters that fits.",
                 "divide the memory by the bytes per parameter, and round down",
             )
-    c.expect(True, "`largest` is right for every stage: one parameter more would not fit", "")
+    c.expect(True, "`largest` is right for every ZeRO stage: one more parameter would not fit", "")
     for parameters, workers in ((1_000_000, 2), (28_810, 3), (7_000_000_000, 64)):
         for stage, times in ((0, 2), (1, 2), (3, 3)):
             found = c.number_from("sent_bytes", parameters, workers, stage)

@@ -228,7 +228,11 @@ def feedback(c: Check) -> None:
                 "`mean` did not send exactly one message in each call.",
                 "in `mean`, call post.gather(message) exactly once",
             )
-    c.expect(True, "on every worker, messages and memory add up to the sum of the gradients", "")
+    c.expect(
+        True,
+        "on every worker, the unpacked messages and `error` add up to the sum of the gradients",
+        "",
+    )
 
 
 _KINDS = {"largest": "that sends one number", "halves": "that rounds every number"}
