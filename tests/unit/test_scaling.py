@@ -234,7 +234,7 @@ def test_undivided_computing_is_explained_only_where_workers_have_smaller_shares
     assert found is not None
     assert found.distribute is False
     assert ("cores" in found.verdict) is told
-    assert ("depend" in found.verdict) is told
+    assert ("every batch" in found.verdict) is told
 
 
 def test_a_gain_within_the_doubt_is_no_gain() -> None:

@@ -269,7 +269,7 @@ def framework_of(source: str) -> str:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-NEXT = "write a function: @wb.recipe above def name(lr=0.1): ..."
+NEXT = "write a function `def name(lr=0.1): ...` with the line `@wb.recipe` directly above it"
 
 
 def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:

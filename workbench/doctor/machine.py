@@ -240,8 +240,8 @@ def tasks(most: int | None = None) -> Found:
         return (
             "warn",
             f"{most} at most",
-            "each engine has about 20 threads; raise the limit with `ulimit -u`, or in a container "
-            "with docker run --pids-limit -1",
+            "each engine has about 20 threads, and the limit counts threads too; raise it with "
+            "`ulimit -u NUMBER`, or in a container with docker run --pids-limit -1",
             {"most": most},
         )
     return "ok", f"{_count(most)} at most", "", {"most": most}

@@ -591,7 +591,9 @@ def read_job(folder: Path) -> JobFolder:
             "This folder is not a job folder.",
             seen=str(path),
             allowed="a folder that was written by run.to_job(...), with train.py and run.json",
-            next_step="use the job folder, which contains `runs/`" if kind or about else None,
+            next_step="use the job folder: the folder that contains `runs/`"
+            if kind or about
+            else None,
             code="WB-PLAN-218",
         )
     if kind != FORMAT:

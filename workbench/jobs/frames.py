@@ -218,7 +218,10 @@ def far_put(folder: str, line: bytes) -> str:
     try:
         signed = base64.b64decode(line, validate=True)
         if not folder or os.path.islink(inbox) or len(signed) > 4096:
-            return "the run has no inbox for orders"
+            return (
+                "the run cannot receive this command: its folder `control` is missing or is a "
+                "link, or the command is too long"
+            )
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         handle = os.open(os.path.join(inbox, "." + name), flags, 0o600)
         with open(handle, "wb") as file:
@@ -369,9 +372,11 @@ class Mirror:
         """
         name, at, text = frame.get("f"), frame.get("a"), frame.get("d")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(text, str):
-            raise ValueError("a line of the job's records does not name a file of a run")
+            raise ValueError("the job's records are damaged: a line does not name a file of a run")
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
-            raise ValueError("a line of the job's records has an invalid position in its file")
+            raise ValueError(
+                "the job's records are damaged: a line has a wrong position for its data"
+            )
         data = _inflated(text)
         if at >= 0:
             return self._append(name, at, data)

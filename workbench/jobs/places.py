@@ -147,7 +147,7 @@ _WRONG = {
         "There is no such folder.",
         "check the path; it must exist on the given host",
     ),
-    "closed": ("The folder cannot be read.", "follow the run as the user who started the job"),
+    "closed": ("The folder cannot be read.", "log in as the user who started the job"),
     "empty": (
         "The folder is empty, so it is neither a run nor a job.",
         "give the folder of a job or of a run",

@@ -64,12 +64,12 @@ METRICS = {
     "step_median_s": "median duration of a worker's step in seconds, after the warm-up steps",
     "wall_s": "seconds from the start of the first step to the end of the last step, without "
     "pauses",
-    "data_wait_share": "share of a step in which the worker waits for data, 0 to 1",
-    "compute_share": "share of a step in which the worker computes",
-    "sync_wait_share": "share of a step in which the worker waits for other workers",
-    "bubble_share": "share of a step in which a stage of a pipeline has nothing to do",
-    "transfer_share": "share of a step in which the worker communicates",
-    "other_share": "the remaining share of a step",
+    "data_wait_share": "part of a step's time in which the worker waits for data, 0 to 1",
+    "compute_share": "part of a step's time in which the worker computes",
+    "sync_wait_share": "part of a step's time in which the worker waits for other workers",
+    "bubble_share": "part of a step's time in which a stage of a pipeline has nothing to do",
+    "transfer_share": "part of a step's time in which the worker communicates",
+    "other_share": "the remaining part of a step's time",
     "sent_bytes_per_step": "bytes that all workers together send in a step",
     "sent_bytes": "bytes that all workers have sent in the whole run",
     "memory_bytes_per_worker": "bytes of the model, the gradients and the optimizer state, on the "

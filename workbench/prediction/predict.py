@@ -277,7 +277,7 @@ def target_setting(
     if compresses(base) and whole.get("compress", "none") != base.setting.options["compress"]:
         raise PlanError(
             "In this run, message times include the time to compress the gradients. So Workbench "
-            "cannot predict a run with another compression from this run.",
+            "cannot use this run to predict a run with another compression.",
             seen=f"this run: compress={base.setting.options['compress']}; to predict: "
             f"{entry.name} with compress={whole.get('compress', 'none')}",
             next_step="predict from a run with -o compress=none",

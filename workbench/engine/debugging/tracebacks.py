@@ -546,7 +546,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
         "there are too many processes and threads: use fewer engines or num_workers=0, or raise "
-        "the limit (docker run --pids-limit=-1, ulimit -u)",
+        "the limit (docker run --pids-limit=-1, ulimit -u NUMBER)",
     ),
     (r"No space left on device|Disk quota exceeded", "delete some files, or use another folder"),
     (r"Address already in use|EADDRINUSE", "use another port; port 0 chooses an unused port"),

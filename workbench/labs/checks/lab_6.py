@@ -163,7 +163,8 @@ def right_cnn(c: Check) -> None:
         "the predictions use all parts of an image",
         f"the predictions do not depend on {answer['unseen']} of the 196 squares of 2 x 2 pixels "
         "in an image",
-        "make each map smaller as a whole: do not cut out a part of the map",
+        "combine neighbouring numbers of each map, so that the map becomes smaller; do not cut "
+        "out a part of the map",
     )
 
 

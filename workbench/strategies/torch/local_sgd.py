@@ -47,12 +47,12 @@ so that the workers have different data. With a smaller alpha, the workers' data
 
 When a worker dies, each of the other workers continues from its own replica. The death can
 interrupt an average. If some workers have already completed this average, they give the mean and
-the outer optimizer's state to the other workers. If no worker has completed it, the batch of the
-last step is divided among the remaining workers, which repeat this step. Then they repeat the
-average. So with `every=1` and SGD without momentum nothing is lost. In other cases the run loses at
-most the dead worker's steps since the last average, and the state of the dead worker's optimizer. A
-new worker copies the replica of another worker, including the steps that this replica contains
-since the last average. So in the next average these steps count twice.
+the outer optimizer's state to the other workers. If no worker has completed it, the remaining
+workers undo the last step. They divide the batch of this step among themselves, take the step
+again, and repeat the average. So with `every=1` and SGD without momentum nothing is lost. In other
+cases the run loses at most the dead worker's steps since the last average, and the state of the
+dead worker's optimizer. A new worker copies the replica of another worker, including the steps that
+this replica contains since the last average. So in the next average these steps count twice.
 
 In a step with an average, a worker sends 2 (n-1)/n times the size of the parameters and
 floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size of

@@ -314,7 +314,7 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
     )
     raise FitError(
         "A layer changes the number of samples, so its outputs would not match the targets.",
-        seen=f"Layer {layer}: {samples} samples became an output of shape {tuple(form.shape)}",
+        seen=f"Layer {layer}: for {samples} samples, the output has the shape {tuple(form.shape)}",
         next_step="keep the samples in the first dimension. x.view(-1, n) changes the number of "
         "samples if n is not the size of one sample. Use nn.Flatten() or x.flatten(1) instead, and "
         "adapt the input size of the next layer",

@@ -175,8 +175,9 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "One of the optimizer's parameters is not on the servers. When the servers "
-                        "received the model, this parameter was frozen or not in the optimizer.",
+                        "The optimizer has a parameter of the model that is not on the servers. "
+                        "When the servers received the model, this parameter was frozen or not "
+                        "in the optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="only parameters that were trained at the beginning",
                         next_step="call wb.prepare with all layers unfrozen and in the optimizer, "
