@@ -209,7 +209,7 @@ def facts(entry) -> str:
             named.append(f"`{entry.sync_option}=true`")
         given = ", ".join(named)
         if entry.linear_only:
-            given += ", the optimizer SGD and the defaults of the other options"
+            given += ", the optimizer SGD and no other option changed"
         lines.append(
             f"- with {given}, the result of several workers is the same as on one device, except "
             "for rounding errors"

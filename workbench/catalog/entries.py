@@ -352,8 +352,8 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "every", "int", 8, minimum=1,
                 help="number of steps in a round; workers average all parameters once in each "
-                "round; with every=1, SGD and the defaults of the other options, the result is the "
-                "same as on one device",
+                "round; with every=1, SGD and no other option changed, the result is the same as "
+                "on one device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
@@ -507,8 +507,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
-        suits="several devices of one host, if there is memory for only one copy of the "
-        "parameters",
+        suits="several devices of one host, if parameters and optimizer state need too much "
+        "memory to be stored on every device",
         source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
         "Machine Learning with the Parameter Server, OSDI 2014",
         ways=_TENSORFLOW_WAYS,

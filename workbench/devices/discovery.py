@@ -285,7 +285,8 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
         notes.append(
             f"Workbench reads the numbers in CUDA_VISIBLE_DEVICES={wanted} as positions on the "
             "PCI bus, as nvidia-smi does. But CUDA gives the number 0 to the fastest GPU. "
-            "This machine's GPUs are different models, so one number can mean two different GPUs. "
+            "This machine has GPUs of different types, so Workbench and CUDA can mean different "
+            "GPUs by the same number. "
             "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that CUDA uses Workbench's numbers."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]

@@ -240,8 +240,8 @@ def memory(child: Child) -> None:
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)
         child.say("ok" if left < 32 << 20 else "fail", "memory.free", what,
-                  f"after `%cluster free`, the engine with the most reserved memory reserves "
-                  f"{left >> 20} MB (less than 32 MB is required)",
+                  f"after `%cluster free`, no engine keeps more than {left >> 20} MB reserved "
+                  "(the limit is 32 MB)",
                   reserved_bytes=left)  # fmt: skip
         grown = {i: (now[i] - used.get(i, 0)) >> 20 for i in now}
         child.say("ok", "memory.gpu", "memory of engines on each GPU", f"{grown} MB",

@@ -202,7 +202,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
 
 
 _AS_OWNER = "repeat the command as the user who started the job"
-_MODES = "keep job folders on a file system that stores the owner and mode of each file"
+_MODES = "keep job folders on a file system that stores the owner and permissions of each file"
 
 
 def _unsafe(path: Path, why: str, next_step: str = _MODES) -> RunError:

@@ -580,7 +580,8 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The command for orders failed. Perhaps the job did not receive the order.",
+                "The command that sends your order (such as stop or pause) to the job failed. "
+                "Perhaps the job did not receive the order.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try the command in a terminal",
                 code="WB-RUN-120",

@@ -305,7 +305,7 @@ def _workers_hint(workers: int | None, engines: int, place: Place) -> str:
     if not engines:
         return "no engine is running yet"
     if workers is None:
-        return f"uses all {engines} engines" if engines > 1 else "uses the only engine"
+        return f"uses all {engines} engines" if engines > 1 else "uses the engine"
     if workers > engines:
         return _starts_hint(workers - engines, engines)
     return f"uses {workers} of {engines} engines" if workers < engines else ""

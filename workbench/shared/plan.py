@@ -270,8 +270,8 @@ def plan_of(
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="one value for each flag. Several values are possible in wb.sweep(...), in "
-            "wb.queue().sweep(...), and in a %%distributed line without --to-job",
+            allowed="one value for each flag. To try several values, use wb.sweep(...), "
+            "wb.queue().sweep(...), or a %%distributed line without --to-job",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:

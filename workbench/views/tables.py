@@ -345,9 +345,9 @@ def _figures(run: RunSummary) -> list[str]:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
         lines.append(
-            f"Only one of every {run.stride} steps is stored. The median waits, the 95 % interval, "
-            "the step time and its compute come from the stored steps. All other values come "
-            "from all steps."
+            f"Only one of every {run.stride} steps is stored. These values come only from the "
+            'stored steps: the column "median wait", the 95 % interval, the time of a step, and '
+            "the part of it that is compute."
         )
     lines += [_server(held) for held in run.servers]
     if run.changes:

@@ -454,7 +454,7 @@ NUMERIC = frozenset({"parameters", "per microbatch", "sends"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, as a fraction of (step time - data wait)"
+TITLE = "Pipeline bubble, as a part of the time for bubble and compute"
 NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 

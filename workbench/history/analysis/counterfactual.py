@@ -187,7 +187,8 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
         worst = straggler_of(history, first, last)
         if worst is None:
             raise PlanError(
-                "No worker is clearly slower than the others, so there is no straggler to remove.",
+                "No worker is clearly slower than the others, so run.what_if cannot choose a "
+                "worker itself.",
                 next_step=f"choose a worker, 0 to {ranks - 1}: run.what_if({ranks - 1})",
                 code="WB-PLAN-043",
             )

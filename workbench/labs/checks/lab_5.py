@@ -133,7 +133,7 @@ def tight(c: Check) -> None:
     else:
         c.expect(
             limit == 4,
-            "the bound is the largest bound with which no push has a staleness above 4",
+            "the bound is as large as possible, and no push has a staleness above 4",
             f"With max_staleness={bound} no push has a staleness above {limit}. This bound is "
             "stricter than necessary.",
             "choose the largest bound with which no push has a staleness above 4",

@@ -78,7 +78,7 @@ def workers_needed(c: Check) -> None:
     ):
         found = c.call("workers_needed", parameters, limit_bytes)
         asked = f"workers_needed({parameters:,}, {limit_bytes:.3g})"
-        count = _whole(c, asked, found, "a part of a worker is not enough: round up")
+        count = _whole(c, asked, found, "the number of workers is a whole number: round up")
         need = 16 * parameters
         c.need(
             count * limit_bytes >= need,

@@ -112,8 +112,8 @@ def even(c: Check) -> None:
             f"The run {run.name!r} must have {_STEPS} steps and workers={workers}, but it has "
             f"{count} steps and workers={run.plan.workers}.",
             "the data ended early, or the first line of the cell was changed. Keep "
-            f"--steps {_STEPS} in this line, pass only whole batches to `fit`, and do not pass "
-            "`steps_per_epoch`"
+            f"--steps {_STEPS} in this line, pass to `fit` a number of images that is a multiple "
+            "of the batch size, and do not pass `steps_per_epoch`"
             if same
             else f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
         )

@@ -123,8 +123,8 @@ def by_hand(c: Check) -> None:
     _loaded(
         c, found["second"], 9, "this training has a BatchNorm layer and Adam: do not assume "
         "that the state of a model or an optimizer has entries with certain names", "in this "
-        "training the learning rate falls before `save` is called: what does Adam's object hold "
-        "besides its moments?",
+        "training the learning rate becomes smaller before `save` is called: which other values "
+        "does the optimizer object hold, besides its moments?",
         "with BatchNorm and Adam, ",
     )  # fmt: skip
 

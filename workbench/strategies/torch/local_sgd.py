@@ -14,8 +14,8 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
 With H steps in a round (`every=H`), workers send 1/H of the bytes that they send under `mirrored`.
 Between two averages the replicas become different from each other. The difference is larger if the
 workers' data differs more. With H = 1, averaging parameters is the same as averaging gradients if
-the optimizer is linear in the gradient (SGD, with or without momentum). So with such an optimizer
-and the defaults of the other options, the result is the same as on one device. Optimizer state is
+the optimizer is linear in the gradient (SGD, with or without momentum). So with H = 1, such an
+optimizer and no other option changed, the result is the same as on one device. Optimizer state is
 not averaged: each worker keeps its own optimizer state.
 
 With DiLoCo (`outer=nesterov`), a round ends with an outer step. Let b be the parameters at the

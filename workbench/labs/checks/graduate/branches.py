@@ -329,7 +329,7 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
         "the messages already contain the noise: divide the office's sum by world_size, and add "
         "the result to the old weights",
     )
-    c.expect(True, "`dp_fedavg` adds clipped and noisy updates", "")
+    c.expect(True, "`dp_fedavg` adds the clipped, noisy updates to the weights", "")
 
 
 def _received(c: Check, seen: Any, n: int, rounds: int) -> Floats:

@@ -464,7 +464,7 @@ def gossip(c: Check) -> None:
                 bool(np.allclose(matrix, truth)),
                 f"exponential_matrices({n})[{place}] is wrong in row "
                 f"{int(np.abs(matrix - truth).sum(1).argmax())}.",
-                "row i has 1/2 in column i, and 1/2 in column (i - 2**j) % n",
+                "in matrix number j, row i has 1/2 in column i, and 1/2 in column (i - 2**j) % n",
             )
     c.expect(True, "`exponential_matrices` is right", "")
     for factor, noise, count in ((0.5, 0.0, 8), (0.9, 0.3, 11)):

@@ -51,7 +51,7 @@ def work(c: Check) -> None:
         found = c.number_from("step_flops", *sizes, sequences)
         c.need(
             found != forward,
-            f"step_flops{(*sizes, sequences)} returned the FLOPs of the forward pass.",
+            f"step_flops{(*sizes, sequences)} returned only the FLOPs of the forward pass.",
             "a training step also has a backward pass, which takes twice as many FLOPs as the "
             "forward pass",
         )

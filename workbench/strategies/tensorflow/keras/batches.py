@@ -351,8 +351,8 @@ def check_steps(model: Any) -> None:
     ]
     if own:
         raise FitError(
-            "The model defines its own step methods, but the workers can run only the step "
-            "methods of keras.Model.",
+            "The model defines its own step methods (such as `train_step`), but the workers can "
+            "run only the step methods of keras.Model.",
             seen=f"{type(model).__name__}.{own[0]}",
             allowed="models that use the step methods of keras.Model",
             next_step=OTHER_WAY,

@@ -468,8 +468,8 @@ def _theirs(
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
             note(
-                f"The callback {type(one).__name__} writes only on rank 0, because otherwise "
-                f"several workers would write to the same path {path}."
+                f"The callback {type(one).__name__} writes only on the lowest rank that uses the "
+                f"path {path}, because otherwise several workers would write to it."
             )
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 

@@ -124,7 +124,7 @@ class LoopHealing:
         if scheduled and not any(
             getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept
         ):
-            return "the loop uses a scheduler, which is not in wb.prepare(..., keep=[...])"
+            return "the loop uses a scheduler that is not in wb.prepare(..., keep=[...])"
         return ""
 
     # -- where the loop asks -----------------------------------------------------------------------
