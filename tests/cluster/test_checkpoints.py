@@ -50,6 +50,9 @@ def test_a_cell_is_gone_on_with_by_one_line(book, cluster, tmp_path):
     assert run.history["step"].max() == 19
     assert any("step 10" in note for note in run.history.story.notes)
     assert checkpoints.latest(tmp_path / "other").step == 20
+    over = wb.resume(tmp_path / "other").wait(60)
+    assert over.history.totals.steps == 0
+    assert any("step 20" in one and "epochs" in one for one in over.history.story.notes)
 
 
 def test_another_number_of_workers_and_another_strategy(book, cluster, tmp_path):

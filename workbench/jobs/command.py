@@ -100,7 +100,8 @@ def add_job_commands(commands: Any) -> None:
         "place", metavar="PLACE", help="the run's folder or address, as for `workbench follow`"
     )
     control.add_argument("order", nargs="*", metavar="ORDER",
-        help="stop | pause | resume | step [N] | inject [FAULT ...]")  # fmt: skip
+        help="stop | interrupt | pause | resume | step [N] | inject [FAULT ...]; interrupt does "
+             "not wait for the end of the step")  # fmt: skip
 
 
 def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:

@@ -161,8 +161,12 @@ class Checkpoints:
             "differ from that of an uninterrupted run."
         )
 
-    def tell(self) -> None:
-        """Report once from where the run continues."""
+    def tell(self, end_step: int | None = None) -> None:
+        """Report once from where the run continues.
+
+        Args:
+            end_step: The step at which the training ends, if that is known.
+        """
         spec, start = self.context.spec, self.start
         if start is None or spec.rank:
             return
@@ -173,6 +177,11 @@ class Checkpoints:
             else f" (number of workers: {then} before, {spec.world_size} now)"
         )
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
+        if end_step is not None and start.step >= end_step:
+            text += (
+                f" This training ends at step {end_step}, so no step was left. To train longer, "
+                "call wb.resume with a larger `steps` or `epochs`."
+            )
         self.context.emit(events.Noted(rank=0, text=text))
 
     def _read(self, folder: Path) -> Any:

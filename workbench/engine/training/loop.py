@@ -286,7 +286,7 @@ class Training:
         self.checkpoints.restore()
         self.context.trained = self.first
         self.context.step = self.evaluated = self.first - 1
-        self.checkpoints.tell()
+        self.checkpoints.tell(self.base + job.total_steps)
         return shares
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Workers]:
