@@ -6,10 +6,19 @@ from workbench import catalog
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.shared.plan import make_plan
-from workbench.strategies.tensorflow import tpu
 
 
-def test_signs_are_variables_and_device_files(tmp_path):
+@pytest.fixture
+def tpu():
+    """Import it here: whoever only collects tests need not load TensorFlow."""
+    pytest.importorskip("tensorflow")
+    from workbench.strategies.tensorflow import tpu
+
+    return tpu
+
+
+@pytest.mark.tensorflow
+def test_signs_are_variables_and_device_files(tpu, tmp_path):
     assert tpu.look({}, tmp_path) == tpu.Signs()
     (tmp_path / "accel0").touch()
     (tmp_path / "vfio").mkdir()
@@ -21,15 +30,17 @@ def test_signs_are_variables_and_device_files(tmp_path):
     assert (colab.variable, colab.address) == ("COLAB_TPU_ADDR", ("10.0.0.2", 8470))
 
 
+@pytest.mark.tensorflow
 @pytest.mark.parametrize(
     ("name", "address"),
     [("grpc://10.0.0.2:8470", ("10.0.0.2", 8470)), ("local", None), ("my-tpu", None), ("", None)],
 )
-def test_an_address_is_told_from_a_name(name, address):
+def test_an_address_is_told_from_a_name(tpu, name, address):
     assert tpu.Signs(name).address == address
 
 
-def test_without_a_sign_the_plan_says_what_was_looked_for(monkeypatch):
+@pytest.mark.tensorflow
+def test_without_a_sign_the_plan_says_what_was_looked_for(tpu, monkeypatch):
     monkeypatch.setattr(tpu, "look", tpu.Signs)
     with pytest.raises(PlanError, match="WB-PLAN-148") as error:
         make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2)
