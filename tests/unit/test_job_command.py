@@ -374,6 +374,7 @@ def test_what_nobody_reads_any_more_ends_quietly(tmp_path):
         (["stop"], ("stop",)),
         (["pause"], ("pause",)),
         (["resume"], ("resume",)),
+        (["interrupt"], ("interrupt",)),
         (["step"], ("step", 1)),
         (["step", "3"], ("step", 3)),
         (["inject", "slow=1:50ms"], ("inject", "slow=1:50ms")),
@@ -385,6 +386,13 @@ def test_an_order_reaches_the_run(followed, capsys, words, told):
     assert run.told == [told]
     assert json.loads(capsys.readouterr().out)["sent"]["do"] == words[0]
     assert run.closed
+
+
+@pytest.mark.parametrize(("word", "when"), [("stop", "between two steps"), ("interrupt", "immed")])
+def test_the_command_says_when_an_order_is_carried_out(followed, capsys, word, when):
+    followed()
+    assert cli.main(["control", "ssh://host/dir", word]) == 0
+    assert f"carries it out {when}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_place_that_is_neither_a_folder_nor_a_job_is_told_with_what_there_is(

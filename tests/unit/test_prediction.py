@@ -221,7 +221,7 @@ def test_a_prediction_shows_itself(tmp_path: Any) -> None:
     assert "With 64 workers" in found.sentence()
     for shown in (found.svg(), found.html()):
         assert "<svg" in shown
-    assert "many more" in found.text()
+    assert "less certain" in found.text()
     assert any("extrapolated" in note for note in found.notes)
     lines = found.to_csv(tmp_path / "found.csv").splitlines()
     assert [line.split(",")[:2] for line in lines] == [

@@ -208,7 +208,7 @@ def order_of(words: Sequence[str]) -> Order:
     raise PlanError(
         "This is not an order for a run." if words else "No order for the run is given.",
         seen=" ".join(words) or None,
-        allowed="stop, preempt, pause, resume, step [N], inject [FAULT ...]",
+        allowed="stop, preempt, interrupt, pause, resume, step [N], inject [FAULT ...]",
         next_step="write one of these orders, for example: workbench control PLACE pause",
         code="WB-PLAN-252",
     )
@@ -247,7 +247,8 @@ def _control(given: argparse.Namespace) -> int:
         print_json({"sent": asdict(order), "run": run.name})
     else:
         words = " ".join(given.order)
-        say(f"{run.name}: `{words}` was sent; the run carries out orders between two steps")
+        when = "immediately" if order.do == "interrupt" else "between two steps"
+        say(f"{run.name}: `{words}` was sent; the run carries it out {when}")
     return WELL
 
 

@@ -219,8 +219,8 @@ def far_put(folder: str, line: bytes) -> str:
         signed = base64.b64decode(line, validate=True)
         if not folder or os.path.islink(inbox) or len(signed) > 4096:
             return (
-                "the run cannot receive this command: its folder `control` is missing or is a "
-                "link, or the command is too long"
+                "the run's folder does not exist yet, its folder `control` is a link, or the order "
+                "is too long"
             )
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         handle = os.open(os.path.join(inbox, "." + name), flags, 0o600)

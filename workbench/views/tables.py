@@ -338,7 +338,7 @@ def _figures(run: RunSummary) -> list[str]:
         f"{_believed(run)}. A step takes {milliseconds(run.step_s * 1e3)}; compute is "
         f"{percent(run.compute_share)} of this time.",
         f"Over all steps, warm-up included: {number(run.all_per_s)} samples/s. "
-        "The values in the table above are over all steps, too.",
+        "The values in the table above include the warm-up, too.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:

@@ -77,7 +77,7 @@ class PredictionPicture(Picture, Prediction):
                 [str(p.workers), _time(steps[0]), f"{_time(steps[1])} to {_time(steps[2])}",
                  number(rates[0]), f"{number(rates[1])} to {number(rates[2])}",
                  *(percent(share) for share in p.share),
-                 "predicted, for many more workers than measured" if p.far else "predicted"]
+                 "predicted, less certain" if p.far else "predicted"]
             )  # fmt: skip
         notes = [
             f"Link: {self.link}. {_SCALING[self.scaling]} The predicted runs have "
@@ -122,7 +122,7 @@ class PredictionPicture(Picture, Prediction):
         if not all(_alike(self, m) for m in self.measured):
             legend += " Faint dots: measured with a different batch size than the predictions."
         if any(p.far for p in self.points):
-            legend += " Shaded area: many more workers than measured, so less certain."
+            legend += " Shaded area: less certain, because too few workers or steps were measured."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():
