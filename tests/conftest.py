@@ -16,6 +16,10 @@ from spreading import Together, spread
 
 _failed = pytest.StashKey[bool]()
 
+# jsonschema, which nbformat imports, checks addresses with it if it is there. It takes 3 s to load
+# in each process of pytest, and no test checks an address.
+sys.modules.setdefault("rfc3987_syntax", None)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
