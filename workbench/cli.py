@@ -410,8 +410,8 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "`workbench labs` makes notebooks from labs' sources, but this is not a lab's "
-                "source.",
+                "`workbench labs` makes notebooks from the source files of labs, but this is not "
+                "one of them.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,

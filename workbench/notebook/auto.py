@@ -63,7 +63,7 @@ def chooses(request: RunRequest) -> bool:
             "The strategy `auto` chooses one strategy and starts one run, so it does not work with "
             "these flags."
             if besides
-            else "The strategy `auto` chooses among all strategies, so no other strategy can be "
+            else "The strategy `auto` chooses the strategy itself, so no other strategy can be "
             "named.",
             seen=", ".join([*request.strategies, *besides]),
             next_step="first run `%%distributed auto` without these flags, then run the chosen "

@@ -307,7 +307,7 @@ def check_written_for(recipe: Recipe, framework: str) -> None:
             f"The recipe {recipe.name or recipe.origin} is written for {name}, but the selected "
             f"framework is {selected}.",
             seen=framework,
-            next_step=f"select {name} above the strategies, or choose another recipe",
+            next_step=f"select the framework {name}, or choose another recipe",
             code="WB-PLAN-066",
         )
 

@@ -387,7 +387,7 @@ class ControlLink:
                 os.kill(os.getpid(), signal.SIGINT)
             case OfRun():
                 if isinstance(message, (Halt, HaltAt)) and message.purpose in ENDS:
-                    stdin_bridge.release("this worker must end its cell")
+                    stdin_bridge.release("the cell on this worker is being ended")
                 run = self._run
                 if run is None:
                     self._early.append(message)  # Stop was pressed before this engine has begun

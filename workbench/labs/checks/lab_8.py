@@ -221,7 +221,7 @@ def lost(c: Check) -> None:
         count == TOTAL,
         "each step counts once in the final weights",
         f"the final weights are not the result of {count} updates",
-        "some steps are done twice: are the updates from the first time still in the weights?",
+        "some steps are done twice: are the updates of the first time still in the weights?",
     )
 
 

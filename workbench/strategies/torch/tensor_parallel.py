@@ -1,7 +1,7 @@
 """Tensor parallelism: the weight matrices of a layer are divided over the workers.
 
 Source: Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism, 2019, section 3. PyTorch's DTensor and `parallelize_module` are the implementation.
+Parallelism, 2019, section 3. Workbench uses PyTorch's DTensor and `parallelize_module` for it.
 
     y = act(x A) B      A = [A_0 | A_1] by columns, B = [B_0 ; B_1] by rows
 

@@ -429,8 +429,8 @@ def slowest(c: Check) -> None:
     )
     c.need(
         bool(np.isclose(*pairs[3])),
-        f"With one repeat, `interval` returned {pairs[3][0]:.4g} to {pairs[3][1]:.4g}, but the "
-        "quantiles of a single mean are equal.",
+        "With `repeats=1` there is only one mean, so both ends of the interval must be equal. But "
+        f"`interval` returned {pairs[3][0]:.4g} and {pairs[3][1]:.4g}.",
         "compute exactly as many means as the argument `repeats` says",
     )
     c.expect(True, "`interval` returns the 90 % interval of the mean", "")
