@@ -450,7 +450,10 @@ def _across(arrays: Arrays, source: str, shapes: Shapes, target: str) -> dict[st
     given = [(name, array) for name, array in arrays.items() if not name.endswith(COUNTERS)]
     wanted = [name for name in shapes if not name.endswith(COUNTERS)]
     if len(given) != len(wanted):
-        raise _unlike(f"{len(wanted)} weights in the model", f"{len(given)} weights, as in the run")
+        raise _unlike(
+            f"{len(wanted)} parameter tensors in the model",
+            f"{len(given)} parameter tensors, as many as in the run",
+        )
     channels = 0  # of the latest convolution without a dense layer after it
     found = {}
     for (name, array), own in zip(given, wanted, strict=True):

@@ -179,8 +179,9 @@ class Checkpoints:
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         if end_step is not None and start.step >= end_step:
             text += (
-                f" The wb.fit of this checkpoint ends at step {end_step}, so it takes no step. To "
-                "train longer, call wb.resume with a larger `steps` or `epochs`."
+                f" The checkpoint has already reached the last step of its wb.fit ({end_step}), so "
+                "no step is left to take. To train longer, call wb.resume with a larger `steps` or "
+                "`epochs`."
             )
         self.context.emit(events.Noted(rank=0, text=text))
 

@@ -206,8 +206,8 @@ def through_server(c: Check) -> None:
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
             f"For the run {name!r}, through_server returned {value:.6g} bytes, which is not right.",
-            "add up `sent_bytes` of the rows of a single step: the server receives the gradients "
-            "of all workers, and sends the same number of bytes to the workers",
+            "the sum of `sent_bytes` over the rows of a single step is what the server receives. "
+            "The server also sends this number of bytes to the workers: count both",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers

@@ -206,7 +206,8 @@ def private(c: Check) -> None:
         bool(np.allclose(clips[1], [3, -4, 0]) and np.allclose(clips[2], 0)) and found[0][1],
         "`clip` changed an update with a norm below the limit, or it changed its argument `update` "
         "in place.",
-        "return a new tensor: `update` times min(1, norm / length); length is the norm of `update`",
+        "return a new tensor: `update` times min(1, limit / length). The limit is the argument "
+        "`norm`; the length is the norm of `update`",
     )
     c.expect(True, "`clip` keeps the direction and limits the norm", "")
     _noise(c, found, n)
