@@ -173,7 +173,7 @@ def test_all_workers_may_name_the_same_files(pair: Workers, tmp_path: Any) -> No
     losses = [float(line.split(",")[1]) for line in lines[1:]]
     assert losses == pytest.approx(first[0], rel=1e-5)
     notes = [note["text"] for note in reports[0].emitted("note")]
-    assert any("CSVLogger" in text and "rank 0" in text for text in notes)
+    assert any("CSVLogger" in text and "lowest rank" in text for text in notes)
 
 
 def test_an_own_loops_batch_is_that_of_all_workers(pair: Workers) -> None:
