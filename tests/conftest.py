@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeakGuard(), "workbench-leaks")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Two small messages and an answer per test: without this, each takes 40 ms (Nagle's algorithm
-    # and delayed acknowledgements), which is 100 s for the whole suite.
+    # Two small messages and an answer per test: without this, a test waits up to 40 ms (Nagle's
+    # algorithm and delayed acknowledgements), which is more than 100 s for the whole suite.
     counts = getattr(getattr(config, "failures_db", None), "sock", None)
     if counts is not None:
         counts.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

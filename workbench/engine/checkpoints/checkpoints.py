@@ -180,8 +180,8 @@ class Checkpoints:
         if end_step is not None and start.step >= end_step:
             text += (
                 f" The checkpoint has already reached the last step of its wb.fit ({end_step}), so "
-                "no step is left to take. To train longer, call wb.resume with a larger `steps` or "
-                "`epochs`."
+                "this wb.fit takes no step. To train longer, call wb.resume with a larger `steps` "
+                "or `epochs`."
             )
         self.context.emit(events.Noted(rank=0, text=text))
 
