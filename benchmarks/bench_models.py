@@ -1,4 +1,4 @@
-"""Ten models in the form of public code, under every strategy of PyTorch, compared with one device.
+"""Ten models, written as in public code, under every strategy for PyTorch, against one device.
 
     python benchmarks/bench_models.py [--models vit,lstm] [--strategies hybrid]
 

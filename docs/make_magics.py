@@ -30,8 +30,9 @@ CODE = re.compile(
 CLUSTER: dict[str, tuple[str, str]] = {
     "action": ("`status`", "%cluster"),
     "values": (
-        "`start`: 2; with `--on`, as many engines as this flag names; with `--nodes`, one engine "
-        "per GPU, or one per node without GPUs. For other actions see the table of actions",
+        "`start`: 2 engines. With `--on`: as many engines as this flag names. With `--nodes` and "
+        "`--gpus-per-node`: one engine for each GPU. With only `--nodes`: one engine for each "
+        "node. For other actions see the table of actions",
         "%cluster start 4",
     ),
     "--devices": ("`auto`", "%cluster start 2 --devices cpu"),

@@ -173,7 +173,7 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
 
 
 def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
-    """Return the table of what grew over many runs."""
+    """Return the tables of many runs: what grew, and how the runs ended."""
     lines = [
         f"| growth per 100 runs, after the first {without_kills['behind']} runs | with kills "
         "| without kills | without kills, earlier half | without kills, later half |",
@@ -182,7 +182,8 @@ def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
     for name, words in GROWTH.items():
         parts = (found["slopes"], *(without_kills[part] for part in ("slopes", "earlier", "later")))
         lines.append(f"| {words} | " + " | ".join(growth(part[name]) for part in parts) + " |")
-    lines.append(f"| number of runs | {found['runs']} | {without_kills['runs']} | | |")
+    lines += ["", "| number of | with kills | without kills |", "|---|---|---|"]
+    lines.append(f"| all runs | {found['runs']} | {without_kills['runs']} |")
     for words in ("interrupt", "kill", "raise", "HUNG"):
         counts = (
             sum(times for end, times in one["ends"].items() if words in end)
@@ -193,7 +194,7 @@ def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
             "raise": "runs in which a rank raised an error",
         }  # fmt: skip
         lines.append(
-            f"| {called.get(words, 'runs that hung')} | " + " | ".join(map(str, counts)) + " | | |"
+            f"| {called.get(words, 'runs that hung')} | " + " | ".join(map(str, counts)) + " |"
         )
     return "\n".join(lines)
 
@@ -274,6 +275,7 @@ def a_class(found: dict[str, Any]) -> str:
     each_gb = one["training_pss_mb"] / 1e3 / one["notebooks"]
     last_s = STUDENTS / one["notebooks"] * one["last_ready_s"]
     server_s = last_s * one["cores"] / SERVER_CORES
+    size_gb = server_gb(STUDENTS * each_gb)
     lines = [
         "| measured value | with turns | without turns |",
         "|---|---|---|",
@@ -287,9 +289,9 @@ def a_class(found: dict[str, Any]) -> str:
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
         f"cores need half the time, the last notebook is ready after about {server_s:.0f} s on "
         f"{SERVER_CORES} cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} "
-        "cores and "
-        f"{server_gb(STUDENTS * each_gb)} GB (the smallest usual size that leaves at least a "
-        "quarter of the memory free).",
+        f"cores and {size_gb} GB. At least a quarter of the memory should stay free. Of the usual "
+        f"memory sizes (16, 32, 64, 128 GB, ...), {size_gb} GB is the smallest size that is large "
+        "enough.",
     ]
     return "\n".join(lines)
 

@@ -119,6 +119,8 @@ def anchor(entry) -> str:
 
 def cadence(entry) -> str:
     """Return whether workers step together."""
+    if entry.cadence:
+        return entry.cadence
     if entry.sync:
         return "synchronous"
     return (
@@ -159,6 +161,8 @@ def flags(entry) -> str:
 MEANT = {"own_data": "`own_data` (`wb.data.own`)"}
 """Features whose names do not say what they are."""
 
+SAME = "the result of several workers is the same as on one device, except for rounding errors"
+
 
 def facts(entry) -> str:
     """Return the other facts of the catalog about a strategy, as a list."""
@@ -174,16 +178,21 @@ def facts(entry) -> str:
     elif entry.servers:
         lines.append(f"- servers: {entry.servers}, started automatically")
     if entry.copies_option:
-        lines[-1] += (
-            f"; `{entry.copies_option}=2` keeps a copy of each server's parameters on another "
-            "server"
+        lines[-1] += f"; with `{entry.copies_option}=2`, " + (
+            "each server also holds a copy of another server's part (if there is only one part, "
+            "Workbench starts a second server for the copy)"
+            if entry.servers_option
+            else "Workbench starts a second server, which holds a copy of the parameters and the "
+            "optimizer's state"
         )
     if entry.max_workers != 1 and entry.anywhere:
-        able = (
-            "can use the same GPU (`--devices cuda`)" if entry.shares_gpu else "need one GPU each"
+        inside = entry.one_engine and not entry.remote_workers
+        one = "worker" if not inside else "stage" if entry.takes_turns else "replica"
+        lines.append(
+            "- several workers can share one GPU (`--devices cuda`)"
+            if entry.shares_gpu
+            else f"- on GPUs, each {one} needs its own GPU"
         )
-        who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"
-        lines.append(f"- on GPUs, {who} {able}")
     if missing := sorted(catalog.FIT_FEATURES - entry.supports):
         lines.append(
             "- not supported by `wb.fit` under this strategy: "
@@ -208,17 +217,13 @@ def facts(entry) -> str:
         if entry.sync_option:
             named.append(f"`{entry.sync_option}=true`")
         given = ", ".join(named)
-        if entry.linear_only:
-            given += ", the optimizer SGD and no other option changed"
         lines.append(
-            f"- with {given}, the result of several workers is the same as on one device, except "
-            "for rounding errors"
+            f"- {SAME}, if {given}, the optimizer is SGD, and all other options have their defaults"
+            if entry.linear_only
+            else f"- with {given}, {SAME}"
         )
     else:
-        lines.append(
-            "- the result of several workers is the same as on one device, except for rounding "
-            "errors"
-        )
+        lines.append(f"- {SAME}")
     return "\n".join(lines)
 
 

@@ -29,7 +29,9 @@ PUSH = (
 CLOSURE = "nothing: another worker repeats the dead worker's current step"
 REFUSED = "nothing: Workbench refuses `continue` before the run begins"
 NOT_DONE = "the run ends: it cannot continue without a server"
-ENDS = "the run ends; after a resume, the steps since the last checkpoint"
+ENDS = (
+    "the steps since the last checkpoint: the run ends, and you can resume it from this checkpoint"
+)
 STOPPED = "nothing: the run stops after a step and writes a checkpoint"
 
 

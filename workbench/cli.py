@@ -302,8 +302,9 @@ NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
 Copies the student's answers from each notebook into a copy of the original lab,
 and runs each copy in its own process.
-Exit status: 0 everything was graded and is correct; 1 everything was graded, but
-not everything is correct; 2 something could not be graded, or an argument is wrong."""
+Exit status: 0 if everything was graded and is correct; 1 if everything was graded,
+but not everything is correct; 2 if something could not be graded, or an argument is
+wrong."""
 
 
 def add_lab_commands(commands: Any) -> None:
@@ -356,7 +357,7 @@ def _add_grade(commands: Any) -> None:
         help="number of notebooks that are graded at the same time (default 1; labs measure "
              "times, and notebooks that run at the same time change these times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
-        help="the original lab (default: the lab that the notebook names)")  # fmt: skip
+        help="the original lab (default: the lab to which the notebook belongs)")  # fmt: skip
 
 
 def run_labs(given: argparse.Namespace) -> int:
@@ -410,8 +411,8 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "`workbench labs` makes notebooks from the source files of labs, but this is not "
-                "one of them.",
+                "`workbench labs` makes notebooks from the source files of labs, but the given "
+                "path is not such a source file.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,

@@ -256,6 +256,19 @@ def without_all_reduce(guarded):
         guard.Guard.due = due
 
 
+def train_on_links_that_become_slow():
+    """Set a fault during the run, as `run.inject` does: the strategy began without it."""
+    import torch
+
+    from workbench.engine.training.fit import fit
+
+    fit(
+        torch.nn.Linear(8, 1), (torch.randn(40, 8), torch.randn(40, 1)),
+        loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), batch_size=10,
+        steps=4, callbacks=lambda step, logs: context.faults.set(["bandwidth=100MB/s"]),
+    )  # fmt: skip
+
+
 def stopped(own_loop, at=5):
     """Stop is agreed while step 2 runs; steps up to `at` are still done."""
     import torch

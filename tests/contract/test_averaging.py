@@ -207,6 +207,25 @@ def test_the_backend_is_out_of_the_simulations_reach(workers: Workers) -> None:
     assert all("WB-FIT-109" in str(report.error) for report in reports)
 
 
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [
+        ({"allreduce": "backend"}, 1),
+        ({"allreduce": "backend", "compress": "fp16"}, 1),
+        ({"allreduce": "ring"}, 0),
+        ({"compress": "topk:1"}, 0),
+    ],
+    ids=lambda value: label(value) if isinstance(value, dict) else "",
+)
+def test_a_link_that_is_slowed_during_the_run_warns_where_it_has_no_effect(
+    workers: Workers, options: dict[str, str], warnings: int
+) -> None:
+    reports = clean(
+        workers.run("mirrored", cells.train_on_links_that_become_slow, workers=2, options=options)
+    )
+    assert [len(report.emitted("warning")) for report in reports] == [warnings, 0]
+
+
 def test_auto_measures_once(workers: Workers) -> None:
     notes = [
         [fields["text"] for fields in report.emitted("note")]

@@ -249,12 +249,12 @@ def test_the_text_view_of_a_background_run_stays_below_its_own_cell(monkeypatch)
     monkeypatch.setattr("sys.stdout", stream)
     view = live.TextView()
     view.begin(fake_snapshot(step=1))
-    stream.parent_header = {"msg_id": "a later cell"}
+    stream.parent_header = {"msg_id": "cell 2"}
     view.update(fake_snapshot(step=2))
     view.end(fake_snapshot(step=3, state="finished"))
     assert list(stream.written) == ["cell 1"]
     assert "median wait" in stream.written["cell 1"]
-    assert stream.parent_header == {"msg_id": "a later cell"}
+    assert stream.parent_header == {"msg_id": "cell 2"}
 
 
 def test_output_from_a_timer_thread_belongs_to_the_cell_that_began_the_view(monkeypatch):

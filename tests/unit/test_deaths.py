@@ -22,7 +22,7 @@ GB = 10**9
     [
         (Exit(1, None, 9, 3 * GB), Memory(16 * GB), "killed by SIGKILL (perhaps out of memory: it used 3.0 GB of memory)"),  # noqa: E501
         (Exit(1, None, 9, GB), Memory(16 * GB), "killed by SIGKILL (it used 1.0 GB of memory)"),
-        (Exit(1, None, 9, GB), Memory(16 * GB, kills=1), "killed by SIGKILL (out of memory, as the system's counter of out-of-memory kills shows: it used 1.0 GB of memory)"),  # noqa: E501
+        (Exit(1, None, 9, GB), Memory(16 * GB, kills=1), "killed by SIGKILL (out of memory according to the system's counter `oom_kill`: it used 1.0 GB of memory)"),  # noqa: E501
         (Exit(1, None, 9, GB), Memory(16 * GB, 1, logged=True), "killed by SIGKILL (out of memory according to the system's log: it used 1.0 GB of memory)"),  # noqa: E501
         (Exit(1, None, 9), Memory(), "killed by SIGKILL"),
         (Exit(1, None, 6), Memory(), "killed by SIGABRT (native code called abort())"),

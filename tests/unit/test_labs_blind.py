@@ -165,7 +165,7 @@ def test_a_case_that_was_run_comes_back_with_other_numbers(begun, capsys):
     again = blind.case("A")
     assert again != first
     assert "new numbers" in capsys.readouterr().out
-    assert "Nothing is" in repr(checked("A"))
+    assert "no sealed" in repr(checked("A"))
     with pytest.raises(PlanError, match="WB-PLAN-046"):
         blind.measure(first, "mirrored")
 
@@ -259,4 +259,4 @@ def test_beginning_again_forgets_what_was_sealed(begun):
     blind.seal(blind.case("A"), "mirrored", 100)
     blind.begin(17)
     assert blind.latest("A") is None
-    assert "Nothing is" in repr(checked("A"))
+    assert "no sealed" in repr(checked("A"))

@@ -84,13 +84,13 @@ def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
     add = (
         "Each worker divides its tensor into N chunks. In each round, it sends one chunk to the "
-        "next worker, receives one from the previous worker, and adds the received chunk to its "
-        "own chunk. At the end, each worker has one finished chunk: the sum of this chunk over all "
-        "workers."
+        "next worker and receives one chunk from the previous worker. It adds the received chunk "
+        "to its own chunk with the same index. At the end, each worker has one finished chunk of "
+        "the sum over all workers."
     )
     gather = (
-        "Each worker sends the finished chunks to the next worker, until all workers have the "
-        "whole sum."
+        "Each worker has one finished chunk of the sum. The workers pass these chunks around the "
+        "ring, until every worker has all chunks of the sum."
     )
     return (
         *scatter_ring(members, kind, unit, "Reduce-scatter", add),
@@ -181,13 +181,13 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
     leaders = [group[0] for group in groups]
     within = (
-        "The workers of a host form a group. With only one host, a group is a few workers with "
-        "consecutive ranks. One worker of each group, the leader, adds up the tensors of its "
-        "group."
+        "With several hosts, the workers of each host form a group. With only one host, each group "
+        "has a few workers with consecutive ranks. One worker of each group, the leader, adds up "
+        "the tensors of its group."
     )
     text = (
-        "The L leaders add up the sums of their groups in a ring. This takes 2(L-1) rounds. In "
-        "each round, each leader sends 1/L of a tensor."
+        "The leaders form a ring and add up the sums of all groups. For L leaders, this takes "
+        "2(L-1) rounds. In each round, each leader sends 1/L of a tensor."
     )
     return (
         Phase("Reduce in groups", within, arrows=up, formula=unit),
@@ -542,9 +542,8 @@ def messages(
     if workers > MOST_WORKERS:
         raise PlanError(
             "A diagram with so many workers is not readable.", seen=f"workers={workers}",
-            allowed=f"1 to {MOST_WORKERS} workers", next_step="use workers=8: its diagram "
-            "shows the pattern for any number of workers",
-            code="WB-PLAN-009",
+            allowed=f"1 to {MOST_WORKERS} workers",
+            next_step="use fewer workers, for example workers=8", code="WB-PLAN-009",
         )  # fmt: skip
     settings = entry.settings(dict(options or {}))
     count = min(workers, entry.max_workers or workers)

@@ -28,7 +28,7 @@ _PIPELINE_OPTIONS = (
     Option(
         "split_at", "str", None, optional=True,
         help="layers at which a new stage begins, by name or number, for example 2,5 or "
-        "conv2,fc1; `none`: Workbench measures all layers and chooses these layers",
+        "conv2,fc1; `none`: Workbench measures all layers and decides where each stage begins",
     ),
 )  # fmt: skip
 
@@ -63,9 +63,9 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         sheds=True,
         exact_with=(("compress", "none"),),
-        loses="the steps since the last checkpoint; if the number of workers changes, a run with "
-        "compressed gradients also loses the compression error that was not yet added to a "
-        "gradient",
+        loses="the steps since the last checkpoint. If the number of workers changes, a run with "
+        "compressed gradients also loses the compression errors, which would be added to the next "
+        "gradients",
         links=True,
         options=(
             Option(
@@ -107,8 +107,8 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
-        suits="a host with few devices; the optimizer's state is in the host's memory and takes "
-        "no device memory",
+        suits="a host with few devices; optimizers with a large state (the state is in the host's "
+        "memory, not on the devices)",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -120,8 +120,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="number of servers that hold each part of the parameters; with 2, one of "
-                "them can die and no step is lost",
+                help="number of different servers on which each part of the parameters is "
+                "stored; with 2, one server can die and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
@@ -151,9 +151,10 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint; with sync=false, all workers continue from the "
-        "step at which worker 0 saved the checkpoint, so workers that were behind worker 0 skip "
-        "steps, and workers that were ahead of worker 0 repeat steps",
+        loses="the steps since the last checkpoint. With `sync=false` it can lose more: all "
+        "workers continue at the step of the worker that saved the checkpoint. A worker that was "
+        "behind this worker then skips some of its steps. A worker that was ahead repeats some "
+        "steps",
         links=True,
         excludes=(
             ("sync", "max_staleness", "with sync=true, no gradient is stale"),
@@ -194,8 +195,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="number of servers that hold each part of the parameters; with 2, one of "
-                "them can die and no step is lost",
+                help="number of different servers on which each part of the parameters is "
+                "stored; with 2, one server can die and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
@@ -230,8 +231,9 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "reshard", "bool", True,
-                help="removes gathered layers from memory after the forward pass, as ZeRO-3 does; "
-                "`false`: gathered layers stay in memory until the backward pass has used them",
+                help="removes large layers (at least unit_mb MB) from memory after the forward "
+                "pass, as ZeRO-3 does; `false`: these layers stay in memory until the backward "
+                "pass has used them",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -313,7 +315,12 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "plan", "str", "auto",
                 help="how layers are divided: `auto`, or NAME=STYLE for each layer, for example "
-                "fc1=col,fc2=row; STYLE is col, row or gathered; in NAME, * matches any text",
+                "fc1=col,fc2=row; in NAME, * matches any text. Styles: `col` divides the layer "
+                "by columns; each worker keeps its part of the output. `row` divides the layer "
+                "by rows; the input is the divided output of a `col` or `heads` layer. "
+                "`gathered` divides the layer by columns; every worker gets the whole output. "
+                "`split_row` divides the layer by rows; the input is not divided. `heads` is the "
+                "same as `col`, for code that reshapes the output into attention heads",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -330,6 +337,7 @@ TORCH: tuple[Strategy, ...] = (
         "a step towards this average (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
+        cadence="workers wait for each other only in steps in which they average their parameters",
         suits="slow links, and data that must stay on its host",
         shares_gpu=True,
         source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017; "
@@ -338,28 +346,30 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
         heals=True,
-        dies_with="the dead worker's steps since the last average, and the state of its optimizer",
+        dies_with="the steps that the dead worker took since the workers last averaged their "
+        "parameters, and the state of the dead worker's optimizer",
         loses="the steps since the last checkpoint; if the number of workers changes, the run "
         "also loses the differences between replicas, because all replicas start from their mean",
         linear_only=True,
         links=True,
         excludes=(
-            ("fragments", "fraction", "`fraction` chooses the workers for a whole round, but the "
-             "rounds of different fragments begin at different steps"),
+            ("fragments", "fraction", "`fraction` chooses new workers each time all parameters "
+             "have been averaged, but with `fragments`, only a part of the parameters is averaged "
+             "at a time"),
         ),
         rules="workbench.catalog.schedules:check_turns",
         options=(
             Option(
                 "every", "int", 8, minimum=1,
                 help="number of steps in a round; workers average all parameters once in each "
-                "round; with every=1, SGD and no other option changed, the result is the same as "
-                "on one device",
+                "round; the result is the same as on one device if every=1, the optimizer is SGD, "
+                "and all other options have their defaults",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
                 help="what workers do at the end of a round; `average`: they continue from the "
-                "mean of their parameters; `nesterov`: they take a step with momentum, the outer "
-                "step, towards this mean (DiLoCo)",
+                "mean of their parameters; `nesterov`: they take one more step, with momentum, "
+                "towards this mean (DiLoCo); this step is called the outer step",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
@@ -397,6 +407,7 @@ TORCH: tuple[Strategy, ...] = (
         "of its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
+        cadence="a worker waits only for its neighbours",
         suits="many workers, if an all-reduce over their links is slow; experiments with replicas "
         "that differ",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
@@ -404,8 +415,8 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
         heals=True,
-        dies_with="the updates that the dead worker had not sent to its neighbours yet, and the "
-        "state of its optimizer",
+        dies_with="the dead worker's steps that its neighbours had not received yet, and the state "
+        "of its optimizer",
         loses="the steps since the last checkpoint; if the number of workers changes, the run "
         "also loses the differences between replicas, because all replicas start from their mean",
         links=True,
@@ -502,8 +513,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="central_storage",
         framework="tensorflow",
         term="synchronous data parallelism, parameters on one device",
-        summary="Parameters and optimizer are on one device of the engine. This device adds up "
-        "the gradients of all devices and updates the parameters once.",
+        summary="Parameters and optimizer are on one device of the engine. In each step, this "
+        "device adds up the gradients of all devices and updates the parameters.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
@@ -582,8 +593,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint, and no earlier step: a checkpoint is saved "
-        "only when all earlier pushes have arrived",
+        loses="the steps since the last checkpoint; before a checkpoint is saved, Workbench waits "
+        "until all pushes have arrived",
         servers_option="servers",
         exact_with=None,
         options=(

@@ -128,7 +128,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             f"Schedule `{name}` divides the microbatches into rounds, and all rounds must have "
             "the same number of microbatches.",
             seen=f"microbatches={count} in {rounds} rounds, for a pipeline of {workers} workers",
-            allowed=f"for example any multiple of {workers}",
+            allowed=f"for example every multiple of {workers}",
             next_step=f"use -o microbatches={workers * rounds}",
             code="WB-PLAN-081",
         )
@@ -172,8 +172,8 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
             below = every // workers * workers
             fits = f"-n {below}" if below else f"-o stages={every}"
             raise PlanError(
-                "The number of workers must be a multiple of `stages`, the number of workers in "
-                "each pipeline.",
+                "The option `stages` is the number of workers in each pipeline. So the total "
+                "number of workers must be a multiple of `stages`.",
                 seen=f"stages={workers} on {every} workers",
                 allowed=f"a multiple of {workers} workers",
                 next_step=f"use {fits}, or -n {below + workers}",
@@ -197,8 +197,8 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "Each fragment needs its own step in a round, but a round has fewer steps (`every`) "
-            "than there are fragments.",
+            "There are more fragments (parts of the parameters) than steps in a round (`every`). "
+            "In a round, each fragment is averaged after a different step.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"use -o fragments={every}, or -o every={fragments}",

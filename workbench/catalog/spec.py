@@ -163,6 +163,7 @@ class Strategy:
         servers_option: Name of the option that says how many servers it needs instead.
         copies_option: Name of the option that says how many servers hold each part.
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
+        cadence: When the workers step together, in words, if they do so only in part.
         excludes: Pairs of options, and why only one of the pair can differ from its default.
         links: Whether it has its own links; bandwidth and latency can be simulated on them.
         one_engine: Whether one engine runs the cell, whatever the number of replicas.
@@ -223,6 +224,7 @@ class Strategy:
     servers_option: str | None = None
     copies_option: str | None = None
     sync_option: str | None = None
+    cadence: str = ""
     excludes: tuple[tuple[str, str, str], ...] = ()
     links: bool = False
     one_engine: bool = False

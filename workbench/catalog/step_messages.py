@@ -50,7 +50,7 @@ def mirrored(layout: Layout) -> Parts:
     if asked == "auto" and not gathers:
         notes.append(
             "With allreduce=auto, Workbench measures the algorithms and chooses one. The "
-            "diagram shows the algorithm of the backend (gloo or NCCL)."
+            "diagram shows only one possible choice: the algorithm of the backend (gloo or NCCL)."
         )
     unit = "M" if compress == "none" else "C"
     if unit == "C":
@@ -183,12 +183,12 @@ def sharded(layout: Layout) -> Parts:
     if layout.options["reshard"]:
         again = diagrams.scatter_ring(
             layout.ids, "weights", "U", "All-gather, backward",
-            "After the forward pass, the workers removed gathered layers from memory. Now the "
+            "After the forward pass, the workers removed large layers from memory. Now the "
             "workers gather these layers again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of all large layers together (a layer is large if it has at least unit_mb MB); "
-            "workers remove these layers from memory after the forward pass, and gather them again "
+            "bytes of all large layers together. A layer is large if it has at least unit_mb MB. "
+            "Workers remove large layers from memory after the forward pass, and gather them again "
             "for the backward pass"
         )
     scatter = diagrams.scatter_ring(
@@ -299,8 +299,9 @@ def tensor_parallel(layout: Layout) -> Parts:
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "After the backward pass of a pair of divided layers, every worker has only a partial sum "
-        "of the gradient for the pair's input. The workers add up these partial sums.",
+        "The backward pass of a pair of divided layers computes the gradient with respect to the "
+        "pair's input. Every worker has only a partial sum of this gradient. The workers add up "
+        "these partial sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
@@ -309,10 +310,13 @@ def tensor_parallel(layout: Layout) -> Parts:
         _update(layout, "Each worker updates its own part of the layers."),
     )  # fmt: skip
     units = {
-        "Y": "bytes of the outputs of all pairs of divided layers, for one batch",
+        "Y": (
+            "size in bytes of a pair's output for one batch, added up over all pairs. Two divided "
+            "layers form a pair"
+        ),
         "X": (
-            "each pair of divided layers has an input; X is the bytes of the gradients of these "
-            "inputs, for one batch, without the input of the model, which needs no gradient"
+            "size in bytes of the gradient with respect to a pair's input for one batch, added up "
+            "over all pairs. The input of the model needs no gradient and does not count"
         ),
         **N,
     }
@@ -330,25 +334,25 @@ def local_sgd(layout: Layout) -> Parts:
     if options["fraction"] < 1:
         who = "the workers that take part"
         notes.append(
-            "In each round, only some workers take part (option fraction). The other workers do "
-            "not train. They send zeros, which do not count in the mean."
+            f"With fraction={options['fraction']:g}, only some workers take part in each round. "
+            "The other workers do not train. They send zeros, which do not count in the mean."
         )
     if outer:
-        holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
+        holds = f"{_WHOLE}; the outer momentum; the parameters from the start of the round"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step begins at the parameters from the start of the round, and goes in the "
-            f"direction of the mean change that {who} made in this round. It uses learning rate "
-            f"{options['outer_lr']:g} and Nesterov momentum {options['outer_momentum']:g}. "
-            "The outer step itself sends no messages."
+            "The outer step changes the parameters that the workers had at the start of the round. "
+            f"The direction of this step is the mean change that {who} made in this round. The "
+            f"outer step uses learning rate {options['outer_lr']:g} and Nesterov momentum "
+            f"{options['outer_momentum']:g}. The outer step itself sends no messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
         _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
         "model become different."),
-        *_meetings(layout, f"are updated by an outer step, which uses their mean over {who}"
-                   if outer else f"are replaced by their mean over {who}"),
+        *_meetings(layout, "are updated by an outer step. The outer step uses the mean of the "
+                   f"parameters over {who}" if outer else f"are replaced by their mean over {who}"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
     units |= {"F": "number of fragments (parts of the parameters)"} if fragments > 1 else {}
@@ -367,17 +371,19 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
     if (
         every % fragments == 0
     ):  # the turns are equally far apart, so one phase describes all of them
+        gap = "each step" if turns[0] == 1 else f"every {turns[0]} steps"
         text = (
-            f"The parameters of one fragment {what}. Each of the {fragments} fragments is averaged "
-            "once in "
+            f"The fragments take turns: after {gap}, the parameters of the next fragment {what}. "
+            f"So each of the {fragments} fragments is averaged once in every {every} steps."
         )
-        return ring("Average in turn", f"{text}every {every} steps.", every=turns[0])
+        return ring("Average in turn", text, every=turns[0])
     return tuple(
         phase
         for place, turn in enumerate(turns, 1)
         for phase in ring(
             f"Average, fragment {place}",
-            f"In step {turn} of every {every} steps, the parameters of this fragment {what}.",
+            f"A round has {every} steps. After step {turn} of each round, the parameters of this "
+            f"fragment {what}.",
             every=every, turn=turn,
         )
     )  # fmt: skip
@@ -528,8 +534,8 @@ def tensorflow_model_split(layout: Layout) -> Parts:
     )
     formula = "A" if len(ids) > 1 else ""
     phases = (
-        Phase("Forward", "One stage after the other computes the whole batch.", ids,
-              diagrams.chain(ids, 1, backward=False), formula=formula),
+        Phase("Forward", "The stages compute one after the other. Each stage computes the whole "
+              "batch.", ids, diagrams.chain(ids, 1, backward=False), formula=formula),
         Phase("Backward", "The gradients of the activations are sent back, from stage to stage.",
               ids, diagrams.chain(ids, 1, backward=True), formula=formula),
         Phase("Optimizer", "Each device updates its own layers.", ids),
@@ -564,7 +570,8 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),
-        "T": "bytes of a closure (the function of a step) and of the samples that it needs",
+        "T": "bytes of a closure (a function that computes one step) and of the samples that the "
+        "closure needs",
     }  # fmt: skip
     nodes = diagrams.around(diagrams.workers(layout, "nothing between two steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"

@@ -211,7 +211,8 @@ PIDFD_POLL_S = 0.5
 
 _MEANING = {
     "SIGSEGV": "a segmentation fault: native code used an invalid memory address",
-    "SIGBUS": "native code used memory that does not exist; shared memory may be full",
+    "SIGBUS": "native code used memory that the system could not provide; perhaps shared memory is "
+    "full",
     "SIGABRT": "native code called abort()",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "native code used an instruction that this processor does not have",
@@ -365,7 +366,7 @@ def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
     if memory.logged:
         return f"out of memory according to the system's log: {held}" if held else "out of memory"
     if memory.kills > 0:
-        words = "out of memory, as the system's counter of out-of-memory kills shows"
+        words = "out of memory according to the system's counter `oom_kill`"
         return f"{words}: {held}" if held else words
     if memory.total_bytes and held_bytes >= LIKELY_SHARE * memory.total_bytes:
         return f"perhaps out of memory: {held}"

@@ -23,7 +23,7 @@ PyTorch engines on 2 cores: they measure time, not numbers of things. The wait i
 unknown, so it does not change the share (`endless`).
 """
 _ORDER = tuple(_BEGINS)
-_CONTROLLER = "starting the controller"
+_CONTROLLER = "ipyparallel's controller"
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def preparing(controller: bool, client: bool, imports: str) -> Progress:
         client: Whether it has answered us.
         imports: The framework that the warm parent still imports; empty: none.
     """
-    parts = [] if client else ["waiting for the controller" if controller else _CONTROLLER]
+    parts = [] if client else [f"{'waiting for' if controller else 'starting'} {_CONTROLLER}"]
     parts += [f"importing {imports}"] if imports else []
     done = controller + client + (not imports)
-    return Progress("controller", done, 3, ", ".join(parts) or "the controller is ready")
+    return Progress("controller", done, 3, ", ".join(parts) or f"{_CONTROLLER} is ready")
 
 
 def asking(what: str) -> Progress:

@@ -147,8 +147,8 @@ class Recipe:
                 next_step=(
                     "add an argument with a default value to the function"
                     if self.function
-                    else "write the recipe as a function: put @wb.recipe on the line above "
-                    "def name(lr=0.1): ..."
+                    else "write the recipe as a function `def name(lr=0.1): ...`, with "
+                    "`@wb.recipe` on the line above"
                 )
                 + "; or remove -p",
                 code="WB-PLAN-269",
@@ -195,8 +195,8 @@ class Recipe:
                 "The function uses variables of its enclosing function. These variables do not "
                 "exist on the engines.",
                 seen=", ".join(sorted(free)),
-                next_step="make these variables arguments of the function; in a recipe, give each "
-                "argument a default value; otherwise, pass the values with "
+                next_step="turn these variables into arguments of the function. If the function is "
+                "a recipe, give each argument a default value. Otherwise, pass the values with "
                 "cluster.run(function, args=(...))",
                 code="WB-PLAN-036",
             )
@@ -337,7 +337,8 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
             found[parameter.name] = parameter.default
     if bare:
         raise PlanError(
-            "Workbench starts a recipe without arguments, so each argument needs a default.",
+            "Each argument of a recipe needs a default value. Workbench uses the default value if "
+            "a run gives no other value.",
             seen=", ".join(bare),
             allowed=f"def {function.__name__}({bare[0]}=...)",
             next_step="add a default value for each argument, or call cluster.run(function, "

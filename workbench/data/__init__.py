@@ -384,7 +384,8 @@ def fraud_chance(x: Any) -> NDArray[np.float64]:
         raise DataError(
             "wb.data.fraud_chance needs the inputs x of wb.data.payments.",
             seen=f"shape {table.shape}",
-            allowed=f"the shape (number of payments, {FEATURES} + number of branches)",
+            allowed=f"one row for each payment, and {FEATURES} + B columns; B is the value of "
+            "`branches` in wb.data.payments",
             next_step='for example: x, y = wb.data.payments("test", arrays=True); '
             "wb.data.fraud_chance(x)",
             code="WB-DATA-008",

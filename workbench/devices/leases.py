@@ -306,7 +306,7 @@ def _cpu_words(
     busy = [gpu.place for gpu in gpus if gpu.exclusive and set(gpu.pids) - own]
     said += [f"another process uses {one}, which is in mode EXCLUSIVE_PROCESS" for one in busy]
     if any(gpu.part >= 0 for gpu in gpus) and workers > 1:
-        said.append("MIG instances cannot form an NCCL group")
+        said.append("NCCL cannot connect MIG instances")
     count = f"{workers} worker{'s' if workers > 1 else ''}"
     have = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
     usable = len({*held, *busy}) < len(gpus)
@@ -320,7 +320,7 @@ def _cpu_words(
     because = f" ({'; '.join(said)})" if said else ""
     others = f" Other choices: {'; '.join(ways)}." if ways else ""
     return (
-        f"There are not enough usable GPUs: {count}, {have}{because}. So "
+        f"Not enough GPUs can be used for {count}. Workbench found {have}{because}. So "
         f"{'all workers compute' if workers > 1 else 'the worker computes'} on the CPU.{others}"
     )
 

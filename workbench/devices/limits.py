@@ -43,7 +43,8 @@ VARIABLES = {
 }
 _ALLOWED = {
     "max_engines": "a whole number, at least 1",
-    "devices": ('"all", "cpu", or GPU numbers or UUIDs from nvidia-smi: "0,2", "GPU-5f3e"'),
+    "devices": '"all", "cpu" or a list of GPUs. In the list, each GPU is a number or a UUID from '
+    'nvidia-smi, for example "0,2" or "GPU-5f3e"',
     "idle_timeout": 'a time such as "45m", "2h" or "90s", or "never"',
     "hosts": "true if engines may run on other machines, otherwise false",
 }
@@ -330,7 +331,7 @@ def listening(listen: str) -> str:
             seen=listen,
             allowed=_choices(here),
             next_step="give the network that connects the machines, for example "
-            "--listen 10.0.0.0/8",
+            "--listen 10.0.0.0/8. Workbench then uses this machine's address in that network",
             code="WB-PLAN-163",
         )
     found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
@@ -412,7 +413,8 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     if launcher == "local":
         return (
             f"--listen {listen}: the traffic on this address is signed, but not encrypted. "
-            f"Engines on this machine do not need this flag, so remove --listen (see {PAGE})"
+            "All engines of this cluster are on this machine, so they do not need --listen. "
+            f"Remove --listen (see {PAGE})"
         )
     whose = "between workers" if encrypted else "of engines"
     return f"--launcher {launcher}: traffic {whose} is unencrypted. Use a private network ({PAGE})"

@@ -39,8 +39,8 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
         help="test whether Workbench works on this machine's GPUs, and write a report")  # fmt: skip
     add("--on-cpu", action="store_true", help="with --gpu-test: use engines without a GPU")
     add("--quick", action="store_true", help="with --gpu-test: run a shorter test")
-    add("--only", metavar="STAGE[,STAGE]", default="",
-        help="with --gpu-test: run only these stages")  # fmt: skip
+    add("--only", metavar="PART[,PART]", default="",
+        help="with --gpu-test: run only these parts of the test")  # fmt: skip
     add(
         "--minutes",
         type=float,
@@ -108,7 +108,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
     unknown = sorted(set(only) - {stage.name for stage in stages})
     if unknown:
         known = ", ".join(stage.name for stage in stages)
-        words = f"--gpu-test has no stage {', '.join(unknown)}. The stages are: {known}"
+        words = f"--gpu-test has no part named {', '.join(unknown)}. The parts are: {known}"
         print(words, file=sys.stderr)
         return 2
     out = given.out or Path(time.strftime("workbench-gpu-test-%Y%m%d-%H%M%S"))

@@ -73,7 +73,7 @@ QUICK = ("interrupt", "error")
 def faults(child: Child) -> None:
     """Cause each fault, at every place with two workers."""
     for place in places(child):
-        if place.workers < 2:
+        if place.workers != 2:
             continue
         with child.trying(f"faults.{slug(place)}", f"faults on {place.title}"):
             _on(child, place)

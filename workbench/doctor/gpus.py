@@ -319,9 +319,9 @@ def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if not cut:
         return "ok", "off", ""
     return "warn", f"on for GPU {', '.join(map(str, cut))}", (
-        "to use a MIG instance, train with one worker, or use --devices cuda; with --devices auto, "
-        "several workers use other GPUs or the CPU, because NCCL cannot connect MIG instances "
-        "(docs/gpus.md)"
+        "to use a MIG instance, train with one worker, or use --devices cuda. NCCL cannot connect "
+        "MIG instances. So with --devices auto, a run with more than one worker uses other GPUs or "
+        "the CPU (docs/gpus.md)"
     )  # fmt: skip
 
 
@@ -401,7 +401,8 @@ def iommu(
     """Check for an IOMMU between the GPUs, which can corrupt their copies."""
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
-        return "ok", "none" if not on else "on, but no two GPUs that copy to each other", ""
+        few = "on, but this machine has fewer than two GPUs, so there are no copies between GPUs"
+        return "ok", few if on else "none", ""
     return "warn", "on: copies between this machine's GPUs can be wrong", (
         "if the check of copies between GPUs fails, turn off ACS or the IOMMU, or "
         "export NCCL_P2P_DISABLE=1"
@@ -459,7 +460,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("collectives", "cells run collectives with tensors on the CPU and on devices", 60, True),
     Stage("strategies", "each strategy trains correctly", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
-    Stage("telemetry", "Workbench measures delays that the test adds", 60, module=TRIALS_MODULE),
+    Stage("telemetry", "Workbench measures injected delays correctly", 60, module=TRIALS_MODULE),
     Stage("memory", "memory is freed", 40, module=TRIALS_MODULE),
     Stage(
         "speed", "speed compared with torchrun, time to the first step", 75, module=TRIALS_MODULE
@@ -551,7 +552,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
             whole(
                 "unknown",
                 f"not started, because the time limit of {asked.total_s:g} s was reached",
-                f"run only this stage: workbench doctor --gpu-test --only {stage.name}",
+                f"run only this part of the test: workbench doctor --gpu-test --only {stage.name}",
             )
         ]
     told = {
@@ -563,7 +564,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
 
 
 def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
-    log = "the log (in the report's folder `stages`) shows where the stage stopped"
+    log = "the log (in the report's folder `stages`) shows where this part of the test stopped"
     last = ended.lines[-1].what if ended.lines else "none"
     if ended.late:
         return whole(
@@ -577,8 +578,9 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
                      ended.seconds)  # fmt: skip
     if ended.garbage:
         return whole(
-            "fail", "the stage's program wrote a line that cannot be read", log, ended.seconds
-        )
+            "fail", "the process of this part of the test wrote a line that Workbench cannot read",
+            log, ended.seconds,
+        )  # fmt: skip
     if not ended.lines:
         return whole("unknown", "ended without a message", log, ended.seconds)
     bad = sum(line.status == "fail" for line in ended.lines)

@@ -367,8 +367,8 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
         if free < LEAST_PORTS:
             status, step = (
                 "fail",
-                f"use a wider range for --ports: {LEAST_PORTS} ports must be free (one of them for "
-                "workers on this machine)",
+                f"use a wider range for --ports: {LEAST_PORTS} ports must be free, "
+                f"{LEAST_PORTS - 1} for the notebook and one for workers on this machine",
             )
     if here.address.startswith("127.") and not _same(here, hosts):
         status, step = "fail", "use --listen with the address at which the hosts reach this machine"
@@ -435,7 +435,8 @@ def _versions(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "fail",
             ", ".join(other),
-            f"on {host.name}, install this machine's versions for {host.facts['executable']}",
+            f"on {host.name}, install the same versions as on this machine. Workbench uses this "
+            f"Python on {host.name}: {host.facts['executable']}",
             {"versions": theirs},
         )
     shown = ", ".join(f"{n} {v}" for n, v in theirs.items() if v)
@@ -571,8 +572,8 @@ def _reach(a: Host, b: Host) -> Line:
             step = f"check the firewall and the route to {where}; open all ports between the hosts"
             if not b.name:
                 step = (
-                    f"set --listen to an address that {a.called} can reach, and --ports to ports "
-                    "that the firewall allows, in this command and in %cluster start"
+                    f"set --listen to an address that {a.called} can reach. Set --ports to ports "
+                    "that the firewall allows. Do both in this command and in %cluster start"
                 )
         elif "timed out" in said or "no answer" in said:
             step = (

@@ -393,8 +393,8 @@ def clock(source: str | None = None) -> Found:
         return (
             "warn",
             found,
-            f"as root, write tsc or kvm-clock into {CLOCK}: reading a slow clock makes short steps "
-            "longer",
+            f"as root, write the name of a faster clock source (tsc or kvm-clock) into {CLOCK}. "
+            "Workbench reads the clock in each step, so slow readings make each step longer",
             figures,
         )
     return "ok", found, "", figures

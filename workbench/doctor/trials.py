@@ -234,14 +234,14 @@ def memory(child: Child) -> None:
             before = [one.rss / 1e6 for one in idle]
             more = max(b - a for a, b in zip(before, rss, strict=True))
             child.say("ok" if more < 128 else "fail", "memory.free", what,
-                      f"after `%cluster free`, the largest increase since the engine was idle is "
-                      f"{more:.0f} MB",
+                      "an engine's memory after `%cluster free`, minus its memory before it "
+                      f"allocated 256 MB: {more:.0f} MB (the largest value of all engines)",
                       more_mb=round(more, 1))  # fmt: skip
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)
         child.say("ok" if left < 32 << 20 else "fail", "memory.free", what,
-                  f"after `%cluster free`, no engine keeps more than {left >> 20} MB reserved "
-                  "(the limit is 32 MB)",
+                  "memory that an engine still reserves after `%cluster free`: "
+                  f"{left >> 20} MB (the largest value of all engines; allowed: less than 32 MB)",
                   reserved_bytes=left)  # fmt: skip
         grown = {i: (now[i] - used.get(i, 0)) >> 20 for i in now}
         child.say("ok", "memory.gpu", "memory of engines on each GPU", f"{grown} MB",

@@ -1,6 +1,6 @@
 """The run in which an engine takes part: the context of strategies, `wb.fit` and `wb.log`.
 
-Its board holds the values that engines of a run exchange before they are connected. A value that
+Its board holds the values that engines of a run exchange without a link between them. A value that
 one engine posts (`RunContext.post`) goes over its control link to the kernel, which passes it to
 every engine of the run:
 

@@ -9,8 +9,9 @@ its engines: it hands out the parts, keeps the records, and agrees on a Stop.
        │ who, where          │ records, outcomes          │ each rank's part
     rank 1, 2, ... ──────────┴────────────────────────────┘
 
-The ranks meet in the store of torchrun's agent. If TF_CONFIG is set, they meet at its first
-address, before TensorFlow listens there. After that everything is as on an engine of a notebook.
+The ranks meet in the store of torchrun's agent. If TF_CONFIG is set, rank 0 listens at its first
+address, and the other ranks connect to it. TensorFlow itself listens there only later. After the
+meeting everything is as on an engine of a notebook.
 """
 
 from __future__ import annotations
@@ -310,8 +311,8 @@ def _take_part(path: Path, job: About) -> bool:
             "The job needs a different number of processes.",
             seen=f"processes: {where.world_size}",
             allowed=f"processes: {wanted} ({_launch_words(job['launch'])})",
-            next_step=f"start {wanted} process{'' if wanted == 1 else 'es'}; on one host, "
-            f"workbench run {path.parent} does so",
+            next_step=f"start {wanted} process{'' if wanted == 1 else 'es'}. If the job runs on "
+            f"one host, start it with `workbench run {path.parent}`",
             code="WB-PLAN-196",
         )
     conductor = Conductor() if where.rank == 0 else None

@@ -6,7 +6,8 @@ they are, and rank 0 answers each:
     rank 1, 2, ... ── who, where ──> rank 0 ── each one's part ──> rank 1, 2, ...
 
 PyTorch's processes meet in the store of torchrun's agent, or in one that rank 0 hosts.
-TensorFlow's meet at the first address of TF_CONFIG, before TensorFlow itself listens there.
+TensorFlow's use the first address of TF_CONFIG: rank 0 listens there, and the others connect to it.
+TensorFlow itself listens there only later.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Alone:
 
     def ask(self, about: About) -> About:
         """Never called: a single process is rank 0."""
-        raise AssertionError("a single process has no other process to ask")
+        raise AssertionError("internal error: a job's only process asked another process")
 
 
 class InStore:
@@ -215,7 +216,7 @@ class InStore:
 
 
 class AtFirstAddress:
-    """Processes of TF_CONFIG meet at the first address in it, before TensorFlow listens there.
+    """Processes of TF_CONFIG meet at the first address in it; TensorFlow listens there only later.
 
     Each message is a line of JSON and its HMAC under the job's key, so strangers are ignored.
     """

@@ -126,7 +126,7 @@ def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
     if not (cwd / name).is_dir() and not (cwd / f"{name}.py").is_file():
         return None
     return (
-        f"The module {name} is in the notebook's folder {cwd}, which does not exist on "
+        f"The module {name} is in the notebook's folder {cwd}, which is not on "
         f"{host.name}. Move the notebook to a shared disk, or copy {name} to each host, or define "
         f"the functions and classes of {name} in a %%distributed cell"
     )
@@ -338,7 +338,7 @@ _TRAINS = {
     "torch": (
         "a call of wb.fit, wb.prepare or wb.watch in the cell",
         "train with wb.fit, or in a loop with wb.prepare or wb.watch. If the cell needs no "
-        "training, remove the strategy from its first line; every worker then runs the cell",
+        "training, remove the strategy from its first line. Then all engines run the cell",
     ),
     "tensorflow": (
         "model.fit, wb.fit, or strategy.run with a step that computes and applies gradients",
@@ -389,14 +389,15 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             return RunError(
                 "The cell trained, but not under the strategy: the cell did not give its optimizer "
                 "to the strategy.",
-                seen=f"up to {max(loop.updates for loop in loops)} optimizer steps on a worker, "
-                "but no recorded step",
+                seen=f"optimizer steps: {max(loop.updates for loop in loops)} (of the worker with "
+                "the most steps); steps that Workbench recorded: 0",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that itself "
                 "uses torch.distributed",
                 next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader) "
                 "before the loop. Use wb.watch only if the loop itself uses "
-                "DistributedDataParallel, FSDP or torch.distributed. Trainers that have their own "
-                "loop (Lightning, Accelerate) run under %%distributed without a strategy",
+                "DistributedDataParallel, FSDP or torch.distributed. Code that uses "
+                "Lightning or Accelerate can also run under %%distributed without a strategy, but "
+                "then Workbench records no steps",
                 code="WB-RUN-091",
             )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])

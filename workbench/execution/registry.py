@@ -267,8 +267,8 @@ def load(path: str | Path) -> Run:
     meta, history = store.read_run(folder)
     if "plan" not in meta:
         raise RunError(
-            "The run cannot be loaded, because the run's process ended before the run's settings "
-            "were saved.",
+            "The run cannot be loaded, because its folder does not contain run.json, the file with "
+            "the run's settings.",
             seen=str(folder),
             code="WB-RUN-072",
         )

@@ -375,7 +375,7 @@ def check_members(ids: Sequence[int], members: Sequence[int]) -> None:
     strange = [i for i in ids if i not in members]
     if strange:
         raise PlanError(
-            "These engine ids do not belong to workers.",
+            "There are no workers with these engine ids.",
             seen=", ".join(map(str, strange)),
             allowed=", ".join(map(str, members)),
             next_step="%cluster lists the workers",
@@ -551,9 +551,10 @@ class FarFiles:
         except (ClusterError, OSError) as error:
             step = (
                 f"if the disk of {host.name} is full, free some space in {host.facts.folder}, or "
-                "start the cluster with another folder: %cluster start --setup 'export "
-                "TMPDIR=...'; or save weights and checkpoints in a folder that the notebook's "
-                f"machine and {host.name} share: Workbench does not send files of such a folder"
+                "start the cluster with another folder (%cluster start --setup 'export "
+                "TMPDIR=...'). You can also save weights and checkpoints in a folder that the "
+                f"notebook's machine and {host.name} share at the same path. Then Workbench does "
+                "not have to send these files"
             )
             raise RunError(
                 f"The run's initial weights or checkpoint could not be sent to {host.name}.",

@@ -30,8 +30,8 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """Line ends as Python counts them; str.splitlines also splits at form feeds and others."""
 _INSTEAD = {
     "%matplotlib": (
-        "remove the line, because a script cannot show figures; plt.savefig(...) "
-        "writes a figure to a file"
+        "remove the line, because a script cannot show figures in the notebook. To write a figure "
+        "to a file, use plt.savefig(...)"
     ),
     "%pip": "remove the line, and add the package to requirements.txt of the job folder",
     "%time": "remove the line (Workbench measures every step), or use time.perf_counter()",
@@ -204,7 +204,7 @@ def check_cell(
         raise PlanError(
             "The cell reads files that are not sent with the job.",
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
-            allowed="files that are sent with the job, because the job does not run in the "
+            allowed="files that are sent with the job. The job runs in its own folder, not in the "
             "notebook's folder",
             next_step=f"pass files={given!r} to the call that writes the job (wb.job, run.to_job "
             "or wb.submit), or use an absolute path that exists where the job runs",

@@ -329,14 +329,14 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
     each = resources.workers_per_node or job.processes // resources.nodes
     if each * resources.nodes != job.processes:
         fit = [n for n in range(1, job.processes + 1) if job.processes % n == 0]
-        servers = f" (servers: {job.servers})" if job.servers else ""
+        total = f"{job.processes}" + (f" (servers included: {job.servers})" if job.servers else "")
         per_node = f", workers_per_node={resources.workers_per_node}"
         raise PlanError(
-            f"Each node must run the same number of the job's {job.processes} processes{servers}.",
+            f"Each node must run the same number of processes. The total must be {total}.",
             seen=f"nodes={resources.nodes}" + (per_node if resources.workers_per_node else ""),
             allowed="nodes x workers_per_node: "
             + ", ".join(f"{n} x {job.processes // n}" for n in fit[:12]),
-            next_step="use one of these pairs, or give the plan another number of workers",
+            next_step="use one of these pairs, or make the job with another number of workers",
             code="WB-PLAN-231",
         )
 

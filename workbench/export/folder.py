@@ -344,7 +344,8 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
             raise PlanError(
                 f"{'Another file' if place in found else 'The job folder'} already uses this name.",
                 seen=place,
-                allowed=f"a different name for each file, but not *.whl, {', '.join(_OURS)}",
+                allowed="a different name for each file. These names are not allowed: "
+                f"*.whl, {', '.join(_OURS)}",
                 next_step="rename the file, and change its name in the cell",
                 code="WB-PLAN-211",
             )

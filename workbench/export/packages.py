@@ -71,13 +71,8 @@ def _is_distribution(name: str) -> bool:
 
 
 def requirements(packages: Mapping[str, str], wheel: str) -> str:
-    lines = [
-        (
-            "# These are the package versions of the notebook. For another device (CUDA, CPU), "
-            "install the"
-        )
-    ]
-    lines += ["# build for this device: its results are the same up to rounding."]
+    lines = ["# These are the package versions of the notebook. If the job runs on another kind of"]
+    lines += ["# device (CUDA, CPU), install the builds of the packages for that kind of device."]
     for name, version in packages.items():
         with contextlib.suppress(metadata.PackageNotFoundError):
             url = metadata.distribution(name).read_text("direct_url.json") or ""

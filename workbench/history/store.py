@@ -232,8 +232,8 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 events.append(("note", {"text": note, **lost}))
             if self.stride > 1:
                 text = (
-                    f"This copy has only one of every {self.stride} steps, because the run could "
-                    "not be written to disk, and there is no memory for more steps."
+                    "During the run, Workbench could not write the steps to disk. Memory had room "
+                    f"for only one of every {self.stride} steps, so this copy has only these steps."
                 )
                 events.append(("note", {"text": text}))
         for rank in range(len(self.engines)):

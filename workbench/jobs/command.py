@@ -61,14 +61,16 @@ def add_job_commands(commands: Any) -> None:
         commands, "run", "run a job folder, a script or a cell on this machine, and record it"
     )
     add_run_arguments(run)
-    compare = _command(commands, "compare", "compare each run with the first run (also in CI)")
+    compare = _command(
+        commands, "compare", "compare each run with the first run, for example in CI"
+    )
     compare.add_argument("places", nargs="+", metavar="PLACE",
         help="a run folder, a job folder (Workbench reads its newest run), or a folder that "
              "run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
-        help='condition under which the command fails; "samples_per_s < 0.95": the value of a '
-             "run, divided by the first run's value, is below 0.95; "
-             '"loss > 0.5 abs": the value of a run is above 0.5')  # fmt: skip
+        help='condition under which the command fails. "samples_per_s < 0.95" is true if a '
+             "run's value, divided by the first run's value, is below 0.95. "
+             '"loss > 0.5 abs" is true if the value itself is above 0.5')  # fmt: skip
     jobs = _command(
         commands, "jobs", "list the jobs that you submitted; cancel a job, or show its output"
     )
@@ -100,8 +102,8 @@ def add_job_commands(commands: Any) -> None:
         "place", metavar="PLACE", help="the run's folder or address, as for `workbench follow`"
     )
     control.add_argument("order", nargs="*", metavar="ORDER",
-        help="stop | interrupt | pause | resume | step [N] | inject [FAULT ...]; interrupt does "
-             "not wait for the end of the step")  # fmt: skip
+        help="stop | preempt | interrupt | pause | resume | step [N] | inject [FAULT ...]; "
+             "interrupt does not wait for the end of the step")  # fmt: skip
 
 
 def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:

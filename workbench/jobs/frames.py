@@ -375,7 +375,7 @@ class Mirror:
             raise ValueError("the job's records are damaged: a line does not name a file of a run")
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
             raise ValueError(
-                "the job's records are damaged: a line has a wrong position for its data"
+                "the job's records are damaged: a line gives an invalid position in the file"
             )
         data = _inflated(text)
         if at >= 0:

@@ -102,8 +102,8 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for the script's records, or with --strategy for the cell's job folder "
-        "(default: workbench-runs/NAME, where NAME is the file's name without .py)",
+        help="folder for the script's records; with --strategy, the job folder that is made from "
+        "the cell. Default: workbench-runs/NAME, where NAME is the file's name without .py",
     )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
@@ -218,13 +218,14 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
     )  # fmt: skip
     if len(request.strategies) != 1 or any(ignored):
         raise PlanError(
-            "The text of --strategy does not fit: `workbench run` trains a cell once, under one "
-            "strategy.",
+            "The text of --strategy is not allowed here: `workbench run` trains a cell once, under "
+            "one strategy.",
             seen=f"--strategy {shlex.quote(given.strategy)}",
-            allowed="one strategy and its flags, but not --seeds, --to-job or --plain; if "
-            "`workbench run` has -n, the same -n or none",
+            allowed="one strategy and its flags, without --seeds, --to-job and --plain. If you "
+            "also give -n to `workbench run`, leave -n out of this text, or give the same number",
             next_step="workbench run --strategy 'mirrored --seed 1' "
-            f"{shlex.quote(given.what)} (write --out and --plain before --strategy)",
+            f"{shlex.quote(given.what)} (write --out and --plain outside of the text, before "
+            "--strategy)",
             code="WB-PLAN-261",
         )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))

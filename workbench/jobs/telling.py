@@ -36,10 +36,11 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "the run's name; if several runs of the command have this name, Workbench adds a number "
-    "to all but the first: `train (2)`",
-    "name": "the run's name without the number that `run` can contain",
-    "place": "the place as you wrote it in the command; in `figures`, the run folder",
+    "run": "the run's name; if the command reads several runs with this name, Workbench adds a "
+    "number to each of these names but the first: `train (2)`",
+    "name": "the run's name as it is, without the number that Workbench can add in the key `run`",
+    "place": "the place as you wrote it in the command; in the key `figures` of an `end` line, "
+    "this is the run folder",
     "folder": "the run folder that was read",
     "strategy": "the name of the strategy",
     "framework": "`torch` or `tensorflow`",
@@ -53,9 +54,10 @@ ABOUT = {
 
 METRICS = {
     "workers": "number of workers",
-    "steps": "steps that all workers completed",
-    "warm_up_steps": "number of warm-up steps; except for `all_samples_per_s`, rates and shares do "
-    "not include these first steps",
+    "steps": "number of steps that every worker completed; under asynchronous strategies, the "
+    "number of steps of the worker with the most steps",
+    "warm_up_steps": "number of warm-up steps at the start of the run; `all_samples_per_s` "
+    "includes these steps, and all other rates, step times and `..._share` values leave them out",
     "samples_per_s": "samples per second of all workers together, after the warm-up steps",
     "samples_per_s_low": "lower end of the 95 % interval of `samples_per_s`",
     "samples_per_s_high": "upper end of the 95 % interval of `samples_per_s`",
@@ -85,7 +87,8 @@ PROGRESS = {
     "event": "`progress`",
     "t": "the time at which the line was printed, in seconds since 1970",
     "state": "`pending`, `starting`, `running`, `paused`, `stopping`, ...",
-    "step": "steps that all workers completed",
+    "step": "number of steps that every worker completed; under asynchronous strategies, the "
+    "number of steps of the worker with the most steps",
     "total_steps": "the total number of steps; null while it is unknown",
     "loss": "the loss of the latest step",
     "samples_per_s": "samples per second of all workers together, over the last few seconds",

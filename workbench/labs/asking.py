@@ -194,7 +194,8 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
         if old.keeping.kept:
             raise PlanError(
                 "This notebook's cluster was started with --keep, so you may still need the "
-                "variables on its engines. A lab deletes these variables, so it does not begin.",
+                "variables on its engines. The lab would delete these variables, so the lab did "
+                "not begin.",
                 next_step="begin the lab in another notebook, or run %cluster stop first",
                 code="WB-PLAN-045",
             )

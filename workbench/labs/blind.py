@@ -191,7 +191,7 @@ def _play_of(case: Case) -> Play:
         name = case.name if isinstance(case, Case) else "A"
         call = "blind.practice()" if name == PRACTICE.name else f'blind.case("{name}")'
         raise PlanError(
-            "This is not the current case.",
+            "The case that you passed is not the current case.",
             seen=case,
             allowed="the case that the latest call of blind.practice() or blind.case() returned",
             next_step=f"case = {call}",
@@ -523,7 +523,10 @@ def case_cards(cases: list[Case]) -> Table:
         ["workers (N)", *(str(case.workers) for case in cases)],
         ["model, and gradients (M)", *(size(case.size_bytes) for case in cases)],
         ["global batch (B)", *(f"{case.batch} samples" for case in cases)],
-        ["time for a sample (1x: fastest worker)", *(_factors(case.factors) for case in cases)],
+        [
+            "time for a sample, relative to the fastest worker",
+            *(_factors(case.factors) for case in cases),
+        ],
         ["time to compute a batch on one device (T₁)", *("measure it" for _ in cases)],
         ["link: latency (α), bandwidth (β)", *("measure them" for _ in cases)],
     ]

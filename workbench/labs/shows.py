@@ -243,7 +243,7 @@ def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
         to: The file, in the notebook's folder by default.
 
     Raises:
-        PlanError: There is no run to take home, or the file is not a `.zip`.
+        PlanError: There is no run to write to the file, or the file is not a `.zip`.
     """
     path = Path(to)
     if path.suffix != ".zip":
@@ -256,7 +256,7 @@ def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
     chosen = [known[run] if isinstance(run, str) else run for run in runs or known.values()]
     if not chosen:
         raise PlanError(
-            "There is no run to take home.",
+            "There is no run to write to the zip file.",
             next_step="run a training cell first",
             code="WB-PLAN-050",
         )

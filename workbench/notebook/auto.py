@@ -63,8 +63,8 @@ def chooses(request: RunRequest) -> bool:
             "The strategy `auto` chooses one strategy and starts one run, so it does not work with "
             "these flags."
             if besides
-            else "The strategy `auto` chooses the strategy itself, so no other strategy can be "
-            "named.",
+            else "The strategy `auto` chooses a strategy for you, so you cannot name another "
+            "strategy.",
             seen=", ".join([*request.strategies, *besides]),
             next_step="first run `%%distributed auto` without these flags, then run the chosen "
             "strategy with them"
@@ -84,7 +84,7 @@ def choose(
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> ChoicePicture:
-    """Measure one or two strategies, predict the others, and return a ranking of all strategies.
+    """Measure up to three strategies, predict others, and return a ranking of all strategies.
 
         found = wb.choose("digits_mlp", workers=2)
         found.winner.candidate.name, found.reason

@@ -69,7 +69,7 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """Which plan was fastest and why.
+        """Which runs were faster and why.
 
         If known, also the point from which more workers are faster.
         """
@@ -202,7 +202,7 @@ def compare(*runs: Run | str) -> Compared:
 
     The comparison shows the loss by time, samples and steps, the throughput, the speed-up and the
     efficiency. It also shows the parts of a step's time, the sent bytes, the memory, the staleness,
-    the final loss and the metrics. A verdict says which plan was faster and why, and when more
+    the final loss and the metrics. A verdict says which runs were faster and why, and when more
     workers would be faster.
 
     Raises:
@@ -336,8 +336,9 @@ class Calibration:
             f"Workbench trained a small network under `mirrored` on {workers} workers and delayed "
             f"worker 1 by {self.injected_ms:.0f} ms in each step. The first {SETTLE} steps are not "
             f"counted. The table is computed from the next {self.steps} steps.",
-            "The sync wait of the other workers is the median over their steps ± half the "
-            "distance between the quartiles. "
+            "For all workers except worker 1, the table shows the median of their sync waits in "
+            "these steps. In the column `measured`, the number after ± is half the distance "
+            "between the quartiles. "
             f"The error is the median minus the injected delay: {self.error_ms:+.1f} ms.",
         )
 
@@ -356,8 +357,8 @@ class Calibration:
             Reading("worker 1 is named as the cause of the wait",
                     f"in {self.named_share:.0%} of {self.steps} steps", "at least 95%",
                     self.named_share >= 0.95),
-            Reading("time between steps (wall time minus all steps)", shares if known else UNKNOWN,
-                    f"at most {MOST_RESIDUAL:.0%}",
+            Reading("time between steps (wall time minus the time inside steps)",
+                    shares if known else UNKNOWN, f"at most {MOST_RESIDUAL:.0%}",
                     abs(self.residual) <= MOST_RESIDUAL if known else None),
             Reading("drawing the dashboard", _share(self.chart_cpu, self.frames), "", None),
         )  # fmt: skip

@@ -114,10 +114,11 @@ def job_line(folder: Path) -> str:
     nodes = 2 if processes % 2 == 0 else 1
     return (
         f"The job is in {name}. To start the job, run in this folder:\n    {start}\n"
-        f"or submit the job to a platform, in this notebook:\n    "
+        f"To submit the job to a platform instead, run in this notebook:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
         + ("The job is not recorded because it runs without Workbench." if known.plain else
-           f"To follow a job that runs in this folder, in this notebook:\n    wb.follow({name!r})")
+           f"To follow a job that you started in this folder, run in this notebook:\n    "
+           f"wb.follow({name!r})")
     )  # fmt: skip
 
 
@@ -389,8 +390,8 @@ def _planned(
                 raise unknown("resource", name, _RESOURCES)
         if asked or strategy:
             raise PlanError(
-                "A run or a plan already has its strategy and settings, so you cannot give them "
-                "again.",
+                "A run or a `Plan` object already has its strategy and settings, so you cannot "
+                "give them again.",
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
                 next_step="pass the cell's source or a function, and add strategy='mirrored'",

@@ -114,7 +114,8 @@ class Session:
             raise ClusterError(
                 "This notebook already has a cluster.",
                 seen=self.cluster.keeping.id,
-                next_step="run %cluster stop first, or run %cluster attach in another notebook",
+                next_step="to attach here, first stop this notebook's cluster with %cluster stop. "
+                "To keep this notebook's cluster, run %cluster attach in another notebook",
                 code="WB-CLUSTER-043",
             )
         found = attach(cluster, take=take)

@@ -80,7 +80,9 @@ class PanelView:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         found = WidgetBundle(self.widget)
-        found["text/plain"] = "This is the Workbench panel. Run wb.panel() again to use it."
+        found["text/plain"] = (
+            "The Workbench panel is not shown here. Run wb.panel() in a notebook to open the panel."
+        )
         return found
 
     def __repr__(self) -> str:

@@ -233,7 +233,7 @@ def _card(
 
 def _facts(entry: catalog.Strategy, place: Place) -> list[str]:
     """Return further remarks, a few words each."""
-    facts = ["synchronous" if entry.sync else "asynchronous"]
+    facts = [entry.cadence or ("synchronous" if entry.sync else "asynchronous")]
     if entry.max_workers is not None and place.workers > entry.max_workers:
         facts.append(f"uses {entry.max_workers} of {place.workers} workers")
     servers = entry.server_count(entry.settings({}))
@@ -241,7 +241,7 @@ def _facts(entry: catalog.Strategy, place: Place) -> list[str]:
         engines = f"{servers} engines as servers" if servers > 1 else "one engine as server"
         facts.append(f"also needs {engines}")
     if entry.one_engine and not entry.remote_workers and place.workers > 1:
-        facts.append("all replicas in one engine")
+        facts.append("one engine does all the work")
     return facts
 
 

@@ -14,5 +14,5 @@ worker has to wait for which.
     model     one strategy, computed so many times
     predict   the checked arguments and the result
     variants  what-if: changes to a run, and the best of several
-    choose    which strategy trains fastest, from one or two short runs
+    choose    which strategy trains fastest, from a few short runs
 """

@@ -479,7 +479,7 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
     if any(row.known == "bounded" for row in rows):
         found.append(
             "Some strategies were not measured, and only an upper bound of their speed is known. "
-            "The bound assumes that no worker ever waits."
+            "The bound assumes the shortest possible waiting times."
         )
     return tuple(found)
 

@@ -216,7 +216,7 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
             "One prediction cannot use runs that had different simulated links.",
             seen=", ".join("no simulated link" if one is None else one.text for one in links),
             next_step="predict from runs with the same values of `--inject bandwidth=` and "
-            "`--inject latency=`, or from runs without these faults",
+            "`--inject latency=`, or from runs without a simulated link",
             code="WB-PLAN-292",
         )
     return probes[0], probes
@@ -471,10 +471,10 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"{most} workers were not measured: the largest measured run had {seen} "
-                f"worker{'s' * (seen > 1)}. Switches, hosts and shared links were not measured. So "
-                "the predicted interval is right only if all links are like the "
-                f"{'measured' if link is None else 'given'} link."
+                f"No run with {most} workers was measured. The largest measured run had {seen} "
+                f"worker{'s' * (seen > 1)}. The effect of more hosts, switches and shared links "
+                "was not measured. So the predicted interval is right only if all links are like "
+                f"the {'measured' if link is None else 'given'} link."
             )
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
@@ -509,8 +509,8 @@ class Knows:
         if self.fitted is None and link is not None and most > 1:
             found.append(
                 "The runs sent no messages, so Workbench does not know how long a worker needs "
-                "to prepare and read a message. The prediction contains only the message's time "
-                "on the link."
+                "to prepare and read a message. For messages, the prediction counts only their "
+                "time on the link."
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(

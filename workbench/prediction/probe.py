@@ -242,8 +242,8 @@ def _check_whole(run: RunData) -> None:
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
-            "Faults or the number of workers changed during the run, so a prediction cannot use "
-            "all steps of the run.",
+            "The injected faults or the number of workers changed during the run, so a prediction "
+            "cannot use all steps of the run.",
             seen=f"run {run.name}: "
             + ("the injected faults changed" if changed else "workers left or joined"),
             next_step="predict from a run without such changes",

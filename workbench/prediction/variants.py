@@ -194,10 +194,11 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "The only value of `straggler` is None: the run is computed as if no worker were slow.",
+            "`straggler` can only be None. With straggler=None, the run is computed as if no "
+            "worker were slow.",
             seen=straggler, code="WB-PLAN-307",
-            next_step="to compute the run without the delay of one worker, give this worker's rank "
-            "without a name: run.what_if(1)",
+            next_step="to see the run without the delay of one worker, for example worker 1: "
+            "run.what_if(1)",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(

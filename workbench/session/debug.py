@@ -83,7 +83,7 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
     else:
         stop = paused.stops[engine]
         write_out(
-            f"rank {engine} is paused at {stop.where}\n{stop.text}"
+            f"engine {engine} is paused at {stop.where}\n{stop.text}"
             "This notebook's front end cannot ask for input. Give the debugger's commands with -c: "
             f"%cluster debug {engine} -c 'p x' -c c\n"
         )
@@ -131,7 +131,7 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
     }
     state = "already listens" if before else "listens"
     return (
-        f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
+        f"engine {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
         f"For VS Code, write this into launch.json:\n{json.dumps(entry, indent=2)}\n"
         "If VS Code runs on another machine, first run there: "
         f"ssh -L {port}:127.0.0.1:{port} {host}\n"
@@ -183,8 +183,8 @@ class PostMortem:
         found = self._call("frames")
         if not found:
             raise RunError(
-                f"Rank {engine} has no traceback to inspect.",
-                allowed="a rank on which the last cell raised an error. An interrupt leaves no "
+                f"Engine {engine} has no traceback to inspect.",
+                allowed="an engine on which the last cell raised an error. An interrupt leaves no "
                 "traceback. The next cell or %cluster free deletes the traceback",
                 next_step="%cluster debug without a number opens the rank that failed first",
                 code="WB-RUN-076",
@@ -203,7 +203,7 @@ class PostMortem:
         found = self._call("evaluate", index, expression)
         if "error" in found:
             raise RunError(
-                f"{expression} on rank {self.engine}: {found['error']}", code="WB-RUN-077"
+                f"{expression} on engine {self.engine}: {found['error']}", code="WB-RUN-077"
             )
         return str(found["value"])
 
@@ -216,7 +216,7 @@ class PostMortem:
         text = self._call("command", line)
         if text is None:
             raise RunError(
-                f"The traceback of rank {self.engine} was deleted, because another cell or "
+                f"The traceback of engine {self.engine} was deleted, because another cell or "
                 "%cluster free ran after the failure.",
                 next_step="run the cell that failed again, then %cluster debug",
                 code="WB-RUN-078",
@@ -234,9 +234,9 @@ class PostMortem:
                 raise
         if isinstance(call.result, BaseException):
             raise RunError(
-                f"Rank {self.engine} did not answer.",
+                f"Engine {self.engine} did not answer.",
                 seen=str(call.result),
-                next_step="%cluster shows whether its engine still runs",
+                next_step="%cluster shows whether this engine still runs",
                 code="WB-RUN-079",
             )
         return call.result

@@ -129,9 +129,10 @@ class Keeping:
         if why != self._unwritten:
             self._unwritten = why
             log.warning(
-                "The cluster's folder cannot be written: %s (%s). Cells and runs continue, but "
-                "`workbench ps` and `%%cluster attach` may not find them. If the "
-                "disk of the cluster's folder is full, delete some files on this disk.",
+                "The cluster's folder cannot be written: %s (%s). Cells and runs continue. But it "
+                "is possible that `workbench ps` and `%%cluster attach` do not find this cluster "
+                "or its runs. If the disk of the cluster's folder is full, delete some files on "
+                "this disk.",
                 why,
                 self._cluster.engine_set.folder(),
             )

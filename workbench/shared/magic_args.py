@@ -226,7 +226,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
     add(
         "--ports",
         metavar="A-B",
-        help="range of ports on which Workbench listens; gloo and NCCL use any port",
+        help="range of ports on which Workbench listens; gloo and NCCL do not use this range, but "
+        "any free port",
     )
     add(
         "--start-timeout",
@@ -256,7 +257,7 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         "-n",
         "--lines",
         metavar="N",
-        help="logs: number of lines to show from the end of each log (40)",
+        help="logs: number of lines to show from the end of each log; by default 40",
     )
 
 

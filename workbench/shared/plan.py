@@ -215,7 +215,7 @@ def make_plan(
     if not recipe.source.strip():
         raise PlanError(
             "The cell is empty, so there is nothing to train.",
-            next_step="write the training below the line with %%distributed",
+            next_step="write the training code below the line %%distributed ...",
             code="WB-PLAN-085",
         )
     builtin.check(recipe)
@@ -457,7 +457,7 @@ def _check_on_failure(
             )
     if on_failure != "continue":
         return
-    one = "one engine holds all replicas" if entry.one_engine else ""
+    one = "only one engine runs the cell" if entry.one_engine else ""
     one = one or ("the run has only one worker" if count == 1 else "")
     if one:
         raise PlanError(
@@ -548,7 +548,7 @@ def line_of(plan: Plan, *, framework: str = "torch") -> str:
     line = " ".join(words)
     if line.splitlines() != [line]:
         raise PlanError(
-            "The plan cannot be written as a cell because a value contains a line break.",
+            "This run cannot be written as a cell, because a value contains a line break.",
             seen=next((word for word in words if word.splitlines() != [word]), line),
             next_step="remove the line break from this value",
             code="WB-PLAN-010",
@@ -622,9 +622,9 @@ def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
         got = read.get(one.name, getattr(said, one.name, None))
         if got != value:
             raise PlanError(
-                f"The plan cannot be written as a cell: no flag can set this value of {one.name}.",
+                f"This run cannot be written as a cell: no flag can set this value of {one.name}.",
                 seen=value,
                 allowed=f"the nearest possible value is {got!r}",
-                next_step="run the plan with cluster.run(...)",
+                next_step="start the run with cluster.run(...)",
                 code="WB-PLAN-011",
             )

@@ -49,7 +49,7 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 _PICTURES = (
-    "Runs are shown as pictures, because widgets may not load here. The pictures are updated "
+    "Widgets do not always load here, so runs are shown as pictures. The pictures are updated "
     "during a run."
 )
 _ONLY_INTERRUPT = (

@@ -347,7 +347,7 @@ def _figures(run: RunSummary) -> list[str]:
         lines.append(
             f"Only one of every {run.stride} steps is stored. These values come only from the "
             'stored steps: the column "median wait", the 95 % interval, the time of a step, and '
-            "the part of it that is compute."
+            "the percentage of compute in that time."
         )
     lines += [_server(held) for held in run.servers]
     if run.changes:

@@ -185,7 +185,8 @@ def left_out(snapshot: Snapshot, shown: int) -> str:
 def dropped(snapshot: Snapshot) -> str:
     """Return the number of lost records in words; empty if none was lost."""
     many = snapshot.dropped
-    return f"{number(many)} step records were lost, so the totals are too small" if many else ""
+    what = "record of a step was" if many == 1 else "records of steps were"
+    return f"{number(many)} {what} lost, so the totals of this run are too small" if many else ""
 
 
 def findings(snapshot: Snapshot) -> list[str]:
@@ -454,7 +455,7 @@ NUMERIC = frozenset({"parameters", "per microbatch", "sends"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, as a part of the time for bubble and compute"
+TITLE = "Pipeline bubble: bubble / (bubble + compute)"
 NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 

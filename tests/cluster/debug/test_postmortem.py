@@ -44,7 +44,7 @@ def test_default_is_the_rank_whose_mistake_it_was(book):
     text = book.ok("%cluster debug").text
     assert text.strip().startswith("rank 1: RuntimeError: mat1 and mat2")
     assert "> 1  cell line 4 in step: y = x @ w" in text
-    book.refused("%cluster debug 0", "Rank 0 has no traceback")
+    book.refused("%cluster debug 0", "WB-RUN-076", "Engine 0")
 
 
 def test_frames_as_data(book):

@@ -33,6 +33,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay
 each_step = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.9)
 each_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 loader = DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True)
+critic = nn.Linear(4, 1).double()
 model, optimizer, loader = wb.prepare(model, optimizer, loader, keep=[each_step, each_epoch])
 loss_fn = nn.CrossEntropyLoss()
 done = 0
@@ -50,6 +51,9 @@ for epoch in range(EPOCHS):
             time.sleep(0.05)
     each_epoch.step()
 """
+CRITIC = """
+critic, its_optimizer = wb.prepare(critic, torch.optim.Adam(critic.parameters()))
+loss_fn = """
 
 
 @pytest.fixture
@@ -248,6 +252,12 @@ def test_collectives_between_epochs_do_not_meet_the_others_all_reduce(source, un
                 "model, optimizer = wb.prepare(model, optimizer, ",
             ),
             "without a loader",
+        ),
+        (
+            lambda text: text.replace("loss_fn = ", CRITIC).replace(
+                "each_epoch]", "each_epoch, critic]"
+            ),
+            "optimizer (Adam)",
         ),
     ],
 )

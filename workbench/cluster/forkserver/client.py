@@ -458,7 +458,10 @@ class WarmParent:
         if self._process is not None and not self._stopped:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"the warm parent (pid {end.pid}, ended with {end.text}), which forks engines"
+            parent = (
+                "the process that forks engines: the warm parent (pid "
+                f"{end.pid}) ended with {end.text}"
+            )
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))
@@ -486,7 +489,10 @@ class WarmParent:
         else:
             self.report = message
             if event == "failed":
-                self._failure = f"The warm parent cannot fork engines: {message['error']}."
+                self._failure = (
+                    "The warm parent (the process that forks engines) cannot be used: "
+                    f"{message['error']}."
+                )
             self.ready.set()
 
     def _ended(self, end: Exit) -> None:

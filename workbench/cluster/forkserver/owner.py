@@ -124,7 +124,7 @@ class Owner:
         sock, message = knocked
         refused = ""
         if not folders.alive(message):
-            refused = "the process that wants to own the cluster is not running"
+            refused = "the process that asked for the cluster does not run any more"
         elif not self.alone and not message.get("take"):
             refused = "another process owns the cluster"
         if not refused:

@@ -531,7 +531,7 @@ def _enter_folder(path: str) -> None:
     except OSError as error:
         sys.stderr.write(
             f"The engine cannot use the working directory {path} ({error}). "
-            "The engine uses / instead.\n"
+            "The engine uses the folder `/` instead.\n"
         )
         os.chdir("/")
 

@@ -351,10 +351,10 @@ class Agents:
         there = self.living
         if self.expected and len(there) >= self.expected:
             if self.expected == 1:
-                return "the cluster has only one host, and this host is already connected"
-            return f"all {self.expected} hosts of the cluster are already connected"
+                return "the cluster needs only one agent, and another agent is already connected"
+            return f"all {self.expected} agents of the cluster are already connected"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
-            return f"{holder.name} is already connected as host number {place}"
+            return f"{holder.name} is already connected as agent number {place}"
         return ""
 
     def _look(self) -> None:

@@ -349,7 +349,7 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
         named = os.environ.get(VARIABLE, "").strip()
         if named and path != SITE_FILE and not path.exists():
             raise FileNotFoundError(
-                f"this file does not exist (the environment variable {VARIABLE} has its path)"
+                f"this file does not exist; the environment variable {VARIABLE} names this file"
             )
         tables = limits.read_toml(path)
     except (OSError, ValueError) as error:
@@ -452,7 +452,8 @@ def _word(one: Given) -> str:
         raise PlanError(
             "The name of the partition or account is not valid.",
             seen=one.shown,
-            allowed="letters, digits and _; after the first character also - . , + @ : / =",
+            allowed="letters, digits and `_`; from the second character on, also these characters: "
+            "`- . , + @ : / =`",
             next_step="`sinfo` lists partitions; `sacctmgr show assoc user=$USER` lists accounts",
             code="WB-PLAN-181",
         )
@@ -482,8 +483,8 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
                 "The list of hosts is invalid.",
                 seen=f"{text or 'an empty name'} in {one.shown}",
                 allowed="host, host:4 (at most four engines) or user@host:4, with commas between "
-                "hosts; a host is a name or an address; ssh's ports and keys belong in "
-                "~/.ssh/config",
+                "hosts; a host is a name or an address; set ssh's ports and keys in "
+                "~/.ssh/config or with --launcher-option",
                 next_step="--on node1:4,user@node2:4",
                 code="WB-PLAN-167",
             )
@@ -581,8 +582,8 @@ def _options(one: Given) -> dict[str, str]:
             raise PlanError(
                 "An option of the launcher is invalid.",
                 seen=one.shown,
-                allowed="NAME=VALUE or NAME; for slurm and mpi, NAME is a long option without "
-                "--; for ssh, NAME is an option of `ssh -o`, with a value",
+                allowed="for slurm and mpi: NAME=VALUE or NAME, where NAME is a long option (write "
+                "NAME without --); for ssh: NAME=VALUE, where NAME is an option of `ssh -o`",
                 next_step="for example, for slurm: --launcher-option qos=high; for ssh: "
                 "--launcher-option Port=2222",
                 code="WB-PLAN-183",

@@ -208,8 +208,9 @@ class HostDevices:
             )
         if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
             return (
-                "MIG instances cannot form an NCCL group, so all workers compute on the CPU. With "
-                "--devices cuda, workers use the MIG instances, and exchange tensors with gloo."
+                "NCCL cannot connect MIG instances, so with --devices auto, all workers compute on "
+                "the CPU. To use the MIG instances, choose --devices cuda. Then the workers "
+                "exchange tensors with gloo."
             )
         return None
 
@@ -249,8 +250,8 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         return ClusterError(
             f"--devices asks for GPUs, but Workbench cannot use any GPU on {host.name}.",
             seen=error.seen,
-            allowed="GPUs on every host, which the driver reports (and which CUDA_VISIBLE_DEVICES "
-            "contains, if it is set)",
+            allowed="on every host, at least one GPU that the driver reports; if "
+            "CUDA_VISIBLE_DEVICES is set on a host, this variable must contain the GPU",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )

@@ -119,9 +119,9 @@ def address_of(name: str) -> str:
             "This machine cannot resolve the host's name.",
             seen=f"{name}: {error}",
             allowed="a name that this machine can resolve, an address, or a host in ~/.ssh/config",
-            next_step=f"run `ssh {name}` in a terminal; if ssh fails, correct the name; if ssh "
-            "works, for example through a jump host, start the cluster with --listen and an "
-            "address of this machine",
+            next_step=f"run `ssh {name}` in a terminal. If ssh fails, correct the name. If ssh "
+            "works (for example through a jump host in ~/.ssh/config), add --listen ADDRESS to the "
+            "start of the cluster. ADDRESS is an address of this machine that the host can reach",
             code="WB-CLUSTER-060",
         ) from error
 
@@ -266,8 +266,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             f"{what}: Python on the host cannot import Workbench.",
             seen=last.splitlines()[-1],
             next_step="install the notebook's version of Workbench on the host (pip install "
-            "'distributed-workbench[torch]'), or name a Python on the host that has Workbench: "
-            "--launcher-option python=/path/to/python",
+            "'distributed-workbench[torch]'), or, if another Python on the host has "
+            "Workbench, give its path: --launcher-option python=/path/to/python",
             code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:
@@ -276,8 +276,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and ports that are "
             "open",
-            next_step="set --listen to an address that the hosts can connect to, and --ports to "
-            "ports that the firewall allows; `workbench doctor --on HOST` checks the connection",
+            next_step="set --listen to an address that the hosts can connect to. Set --ports to "
+            "ports that the firewall allows. `workbench doctor --on HOST` checks the connection",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")

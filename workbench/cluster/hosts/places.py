@@ -165,9 +165,9 @@ class HostedEngines:
             if wanted
             else f"Not all hosts answered within {waited_s:.0f} s.",
             seen=f"answers from {names}",
-            next_step="run `workbench doctor --on HOST`: it checks the connection to a host; if a "
-            "firewall blocks connections to this machine, set --ports to open ports, or --listen "
-            "to another address of this machine",
+            next_step="run `workbench doctor --on HOST` to check the connection to a host; if a "
+            "firewall blocks connections to this machine, use ports that are open (--ports "
+            "FIRST-LAST), or another address of this machine (--listen ADDRESS)",
             code="WB-CLUSTER-067",
         )
 
@@ -235,8 +235,8 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"the folder {cwd} there is not the same folder as on the notebook's machine, so "
-                "the notebook's files may be missing"
+                f"the folder {cwd} there is not the notebook's folder, but another folder with the "
+                "same path, so the notebook's files may be missing there"
             )
         return (
             f"the notebook's folder {cwd} does not exist there, so engines start in "

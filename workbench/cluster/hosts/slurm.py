@@ -70,8 +70,9 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run `squeue -u $USER`; if it lists a new job named workbench, no "
-                "notebook waits for this job: cancel it with scancel; then start the cluster again",
+                next_step="run `squeue -u $USER`. If the list contains a new job named "
+                "workbench, no notebook uses this job: cancel it with scancel. Then start the "
+                "cluster again",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:

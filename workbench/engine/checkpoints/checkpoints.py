@@ -102,8 +102,8 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "A different cell wrote the checkpoint: before this training, the two cells train "
-                "for different numbers of steps.",
+                "A different cell wrote the checkpoint. Before this training, that cell trains for "
+                "a different number of steps than this cell.",
                 seen=f"steps before this training: {self.context.trained} in this cell, "
                 f"{about['base']} in the cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
@@ -122,7 +122,7 @@ class Checkpoints:
             FitError: The model or its optimizer has a different form.
             RunError: The checkpoint cannot be read.
         """
-        assert self.start is not None, "the run must continue from a checkpoint"
+        assert self.start is not None, "internal error: no checkpoint to continue from"
         assert self._strategy is not None, "enter comes first"
         path, about = Path(self.start.path), self.start.about
         strategy, spec = self._strategy, self.context.spec
@@ -179,9 +179,8 @@ class Checkpoints:
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         if end_step is not None and start.step >= end_step:
             text += (
-                f" The checkpoint has already reached the last step of its wb.fit ({end_step}), so "
-                "this wb.fit takes no step. To train longer, call wb.resume with a larger `steps` "
-                "or `epochs`."
+                f" This wb.fit ends at step {end_step}, so no step is left. To train longer, call "
+                "wb.resume with a larger `steps` or `epochs`."
             )
         self.context.emit(events.Noted(rank=0, text=text))
 
@@ -193,7 +192,7 @@ class Checkpoints:
         except Exception as error:  # damage that the format's own reader found
             if isinstance(error, RunError):
                 raise
-            assert self.start is not None, "the run must continue from a checkpoint"
+            assert self.start is not None, "internal error: no checkpoint to continue from"
             what = f"{folder.name} cannot be read ({type(error).__name__}: {error})"
             raise checkpoints.refusal(self.start, [what]) from error
 

@@ -149,7 +149,8 @@ def _code(function: Callable[..., Any]) -> CodeType:
     """Return a function's own code; a wrapper's code would match everything that it wraps."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise TypeError(
-            f"{function!r} is not a plain function: put this decorator below its other decorators"
+            f"{function!r} is not a plain function. If the function has other decorators, put this "
+            "decorator below them"
         )
     return function.__code__
 

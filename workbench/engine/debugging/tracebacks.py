@@ -373,12 +373,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Target (-?\d+) is out of bounds",
-        "label {0} has no output: give the last layer more outputs, or number the labels from 0",
+        "the last layer has no output for label {0}: add outputs, or number the labels from 0",
     ),
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
-        "label {0} has no output, because the last layer has {1} outputs, numbered from 0: give "
-        "this layer more outputs, or number the labels from 0",
+        "the last layer has no output for label {0}: it has {1} outputs, numbered from 0. Add "
+        "outputs, or number the labels from 0",
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
@@ -417,8 +417,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"being mapped to multiple devices|Visible devices cannot be modified after",
-        "TensorFlow cannot change its GPUs after the first operation. A worker sees only its own "
-        "GPUs, so remove set_visible_devices, then run %cluster restart",
+        "After its first operation, TensorFlow cannot change which GPUs it sees. A worker sees "
+        "only its own GPUs, so remove set_visible_devices, then run %cluster restart",
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
@@ -443,7 +443,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
         r"|libdevice not found|Couldn't (?:find|get) ptxas",
         "TensorFlow's CUDA does not fit the driver or the GPU. Use a newer driver, or a TensorFlow "
-        "for a CUDA version that the driver supports (nvidia-smi shows the newest one)",
+        "whose CUDA the driver supports. nvidia-smi shows the newest CUDA that the driver supports",
     ),
     (
         r"device-side assert",
@@ -464,8 +464,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"driver version is insufficient|NVIDIA driver on your system is too old",
-        "the driver is too old for the framework's CUDA version: update the driver, install the "
-        f"framework for an older CUDA version, or train on the CPU: {_ON_CPU}",
+        "the driver is too old for the framework's CUDA version: update the driver, install a "
+        f"build of the framework for an older CUDA version, or train on the CPU: {_ON_CPU}",
     ),
     (
         r"CUDA_ERROR_ALREADY_MAPPED|resource already mapped",
@@ -505,7 +505,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"AttributeError: '\w+' object has no attribute 'module'",
-        "wb.prepare does not wrap the model: write model instead of model.module",
+        "wb.prepare does not wrap the model: write `model` instead of `model.module`",
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
@@ -539,7 +539,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED} cannot hold the batches of a DataLoader's worker processes. "
+        f"{SHARED} cannot hold the batches that a DataLoader's processes have read. "
         "Use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
         f"{SHARED} (docker run --shm-size=2g)",
     ),

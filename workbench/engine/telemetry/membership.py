@@ -182,7 +182,7 @@ class Membership:
                         raise RunStopped("The other workers continue without this worker.")
                     if self.stale:
                         assert self._latest is not None, (
-                            "internal error: the old group has no successor"
+                            "internal error: the set of workers changed, but the new set is unknown"
                         )
                         self.generation, self.stale = self._latest.generation, False
                         if self.place in self._latest.places:

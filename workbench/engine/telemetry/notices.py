@@ -39,14 +39,14 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
     """Watch for a notice that this host ends soon. Call this function on every worker.
 
     Call it before training. When there is a notice, the workers of this host leave the run before
-    the host ends. They leave in the same way after a SIGTERM. A second call replaces the first
-    call.
+    the host ends. They leave in the same way after a SIGTERM. In a job, the whole job stops. A
+    second call replaces the first call.
 
     Args:
         source: A file or a function. If the file exists, this is the notice, and a number in the
             file is the remaining time in seconds. A function must return None as long as there is
-            no notice. After that it must return the remaining time in seconds, or True if this time
-            is not known. The function is called on a separate thread.
+            no notice. When there is a notice, the function must return the remaining time in
+            seconds, or True if this time is not known. The function is called on a separate thread.
         every_s: Number of seconds between two checks of the file or function.
 
     Raises:
@@ -58,8 +58,9 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
         raise PlanError(
             "`source` must be a path or a function.",
             seen=type(source).__name__,
-            allowed="the path of a file, or a function that returns None (there is no notice), "
-            "True (there is a notice), or the number of seconds until this host is shut down",
+            allowed="the path of a file, or a function. The function returns None as long as no "
+            "shutdown of this host is announced. When a shutdown is announced, the function "
+            "returns the number of seconds until the shutdown, or True",
             code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
@@ -107,8 +108,8 @@ class Watch:
                 if text != told:
                     told = text
                     said = (
-                        f"wb.leave_when: Workbench could not check for a notice ({text}), and "
-                        "tries again.\n"
+                        "wb.leave_when: Workbench could not check whether a shutdown of this host "
+                        f"is announced ({text}). Workbench tries again.\n"
                     )
                     os.write(2, said.encode())
             if found is not None and found is not False:

@@ -300,9 +300,9 @@ _OUTSIDE = (
 )
 _CAUSES = {
     "cannot be modified after being initialized": "TensorFlow has already set up the devices of "
-    f"this engine (at least {LOGICAL_DEVICES} logical CPU devices), so a cell cannot change the "
-    "devices. Remove the line that changes them. To change the number of replicas, use -n in the "
-    "cell's first line.",
+    "this engine, so a cell cannot change the devices. Remove the line that changes the devices. "
+    f"The engine already has at least {LOGICAL_DEVICES} logical CPU devices. To change the number "
+    "of replicas, use -n in the cell's first line.",
     "AddN must have the same size and shape": "the cell adds tensors of different replicas. These "
     "tensors have one row per sample, and the replicas have different numbers of samples, so the "
     "shapes differ. Use a batch size that is a "

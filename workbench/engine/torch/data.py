@@ -251,8 +251,8 @@ class StreamSource(Source):
         rank = self._context.spec.rank
         if paired:
             raise FitError(
-                "The workers read different streams, so some samples would be used several times "
-                "and others never.",
+                "Each worker reads the whole stream and keeps only its share, but the workers' "
+                "streams differ. So some samples would be used several times and others never.",
                 seen=f"batch {step}: the targets of rank {rank} and of rank {other} differ",
                 allowed="the same samples in the same order on every worker",
                 next_step="use the same fixed seed for the stream's random numbers on every rank, "
@@ -265,10 +265,11 @@ class StreamSource(Source):
             self._context.emit(  # the same text on every worker, so it is shown once
                 events.Warned(
                     rank=rank,
-                    text="The workers read different batches from their streams. If the workers "
-                    "read the same samples and only change them at random (augmentation), ignore "
-                    "this warning. If the samples differ, some samples are used several times "
-                    "and others never: give the stream a fixed seed.",
+                    text="Every worker must read the same samples from the stream, but the "
+                    "workers' batches differ. If the workers read the same samples and only change "
+                    "them at random (augmentation), ignore this warning. If the samples differ, "
+                    "some samples are used several times and others never: give the stream a fixed "
+                    "seed.",
                 )
             )
 

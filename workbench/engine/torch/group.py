@@ -587,8 +587,8 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     raise ClusterError(
         "init_process_group received a world_size or rank that does not match this cell's group.",
         seen=f"world_size={size}, rank={rank}",
-        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker; without these "
-        "arguments, PyTorch reads WORLD_SIZE and RANK, which Workbench has set to these values",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker. Workbench has set "
+        "WORLD_SIZE and RANK to these values, and PyTorch reads them if the arguments are missing",
         next_step="remove both arguments, and the lines that set RANK or WORLD_SIZE"
         + ("" if size == spec.world_size else f"; or use -n {size} in the cell's first line"),
         code="WB-CLUSTER-032",

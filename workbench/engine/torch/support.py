@@ -624,7 +624,7 @@ def _unreal(model: torch.nn.Module, seen: str) -> FitError:
     return FitError(
         "The shapes of the model's lazy layers could not be derived from the data.",
         seen=seen,
-        allowed="a model that can be called as model(x), where batches are x or pairs (x, y)",
+        allowed="a model that can be called as model(x), and data whose batches are x or (x, y)",
         next_step="call the model once yourself, model(x[:1]), then train it",
         code="WB-FIT-047",
     )

@@ -47,8 +47,8 @@ def fit(
         model: A module, a list of modules that are applied one after the other, or a function
             without arguments that returns a module or such a list.
         data: A `Dataset`, a pair `(x, y)` of arrays or tensors, or a `DataLoader`, whose dataset,
-            batch size, collate function, worker processes and order are used. Every worker reads an
-            `IterableDataset` completely. If an `IterableDataset` has no length, give `steps`.
+            batch size, collate function, number of processes and order are used. Every worker reads
+            an `IterableDataset` completely. If an `IterableDataset` has no length, give `steps`.
         loss: A function `loss(output, y)` that returns a mean over the batch. The batches must be
             pairs `(x, y)`.
         step_fn: A function `step_fn(model, batch)` that returns the mean loss of the batch. Use it

@@ -216,9 +216,9 @@ def check_extras(
 
 
 _EXPLAINED = {
-    "built_optimizer": "an optimizer that you have already built (built_optimizer)",
-    "own_data": "a separate data set on each worker (own_data)",
-    "uneven_batches": "a last batch with fewer samples (uneven_batches)",
+    "built_optimizer": "an optimizer that you have already built (feature `built_optimizer`)",
+    "own_data": "a separate data set on each worker (feature `own_data`)",
+    "uneven_batches": "a last batch with fewer samples (feature `uneven_batches`)",
 }
 """What the features are that are no arguments of `wb.fit`."""
 
@@ -315,8 +315,8 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
         share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
         raise FitError(
-            f"The model is on device `meta`, and strategy {entry.name} cannot allocate memory for "
-            "the model.",
+            f"Strategy {entry.name} needs a model with weights, but tensors of this model are on "
+            "device `meta` and have no values.",
             seen=f"tensors on device `meta`: {lacking[0]}"
             + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
             allowed="a model with weights; a model on device `meta` only under one of these "

@@ -274,8 +274,8 @@ class Training:
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
-                    "The checkpoint was saved with other data or another batch size, so this run "
-                    "cannot continue at the checkpoint's place in the data.",
+                    "The checkpoint was saved with other data or another batch size. So this run "
+                    "cannot find the batch with which the training must continue.",
                     seen=f"{name.replace('per_epoch', 'steps per epoch')}: {batches[name]}",
                     allowed=f"{name.replace('per_epoch', 'steps per epoch')}: {about[name]}",
                     next_step="continue with the data and batch size of the checkpoint",

@@ -193,7 +193,9 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
         "With this value of `skew`, at least one worker has no sample.",
         seen=f"skew={alpha:g}, samples: {len(labels)}, classes: {len(np.unique(labels))}, "
         f"workers: {workers}",
-        next_step="use a higher `skew`, which divides the classes more evenly, or fewer workers",
+        next_step="increase `skew`, or use fewer workers. `skew` is the alpha of a Dirichlet "
+        "distribution: 0.1 divides each class very unevenly among the workers, and 100 divides it "
+        "nearly evenly",
         code="WB-FIT-030",
     )
 

@@ -183,8 +183,8 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
             sock.close()
     if way in ("unix", "shared_memory"):
         raise LinkError(
-            f"A link of type `{way}` needs the worker and the server on the same host, and not in "
-            "different containers.",
+            f"For a link of type `{way}`, the worker and the server must be on the same host. They "
+            "must not be in different containers.",
             seen="the worker cannot open the server's socket"
             if near
             else "the server is on another host, or has no Unix socket",

@@ -1,4 +1,4 @@
-"""Writes runs to Weights & Biases from a separate process, which ends with the run.
+"""Writes runs to Weights & Biases from a separate process, which ends with the run's log.
 
 https://docs.wandb.ai/ref/python. In a notebook W&B replaces IPython's display, sends the notebook
 and the output of its cells, and allows one run per process. A separate process avoids all this. It
@@ -224,7 +224,10 @@ class _Writer:
             return {"place": "nowhere", "remark": "With WANDB_MODE=disabled, nothing is written."}
         if self._run.offline:
             place = str(found.sync_dir)
-            later = f'To send the run to W&B later, run in a terminal: wandb sync "{place}"'
+            later = (
+                "To send the run to W&B later, use this command in a terminal: "
+                f'wandb sync "{place}"'
+            )
             return {"place": place, "remark": f"{remark} {later}" if remark else ""}
         return {"place": str(self._run.url), "remark": ""}
 

@@ -119,7 +119,10 @@ class Copies:
                 change.fresh.remove(engine)
             else:
                 self.recent.append(engine)
-                change.left[engine] = "its pipeline lacks a worker and waits for a new engine"
+                change.left[engine] = (
+                    "a worker of the same pipeline is missing, and the pipeline waits for a new "
+                    "engine"
+                )
         return kept
 
     def recall(self, members: list[int], coming: Collection[int]) -> list[int]:

@@ -181,7 +181,8 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
         f"{step} steps.{saved}",
         next_step=f"continue from this checkpoint: wb.resume({folder!r})"
         if folder
-        else "run the cell again with --checkpoint DIR, so that you can continue a stopped run, "
-        "or with --on-failure heal, so that the run itself continues",
+        else "run the cell again with --checkpoint DIR or --on-failure heal. With --checkpoint "
+        "DIR, you can continue the new run after it has stopped. With --on-failure heal, the other "
+        "workers continue when a worker has to leave",
         code="WB-RUN-149",
     )

@@ -69,11 +69,13 @@ class Replacing(Watching):
         slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the other workers for its share"
         if engine in self._replaced or len(self._replaced) >= MOST:
             again = engine in self._replaced
-            why = "it was already replaced" if again else f"{MOST} workers were already replaced"
+            why = f"this worker, because at most {MOST} workers of a run are replaced"
+            if again:
+                why = "this worker again, because a worker is replaced at most once"
             self._over = True
             self._run.note(
-                f"{who} takes {slow}. Workbench does not replace this worker, because {why}. From "
-                "now on, Workbench replaces no slow worker of this run."
+                f"{who} takes {slow}. Workbench does not replace {why}. From now on, Workbench "
+                "does not replace any other slow worker of this run either."
             )
             return
         self._replaced.append(engine)

@@ -146,10 +146,10 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
         for row in rows
         if row.warm_up
     ]
-    out = f" (not counted: {', '.join(cut)})" if cut else " (no run needed warm-up)"
+    steps = ", ".join(cut) or "none"
     return (
-        f"Samples per second and the parts of the step time are measured after warm-up{out}. "
-        'The column "all steps" shows the samples per second including warm-up.'
+        "Samples per second and the parts of the step time do not include the warm-up steps "
+        f'(here: {steps}). The column "all steps" shows the samples per second with these steps.'
     )
 
 
@@ -497,7 +497,7 @@ def _steps(group: Sequence[RunSummary]) -> str:
     if first.first_step:
         return f"{asked} ({counted} of them in this run)"
     if not first.joined and counted > asked:
-        return f"{asked} requested per worker (the fastest worker took {counted})"
+        return f"{asked} requested per worker (the fastest worker completed {counted})"
     return f"{asked} ({counted} completed)"
 
 

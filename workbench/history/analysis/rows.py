@@ -367,7 +367,7 @@ def _within(fast: Spread, slow: Spread) -> bool:
 
 def _interval(rate: Spread) -> str:
     if not (math.isfinite(rate.low) and math.isfinite(rate.high)):
-        return f"{_short(rate.mean)} samples/s, with too few steps for an interval"
+        return f"{_short(rate.mean)} samples/s; too few steps for a 95 % interval"
     return f"{_short(rate.low)} to {_short(rate.high)} samples/s"
 
 
@@ -499,9 +499,10 @@ _IF_IT_GROWS = "If the compute time grows in proportion to the batch,"
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"In a step, data wait and compute take {milliseconds(payoff.work_s)} on each worker, for "
-        f"1/{plan.workers} of the batch. They take {milliseconds(payoff.one_work_s)} with "
-        f"{one.name}, for the whole batch"
+        f"With {plan.name}, each worker computes 1/{plan.workers} of the batch. In a step, "
+        f"the worker spends {milliseconds(payoff.work_s)} waiting for data and computing. With "
+        f"{one.name}, one worker computes the whole batch, and spends "
+        f"{milliseconds(payoff.one_work_s)}"
     )
     why = "perhaps most of this time is the same for every batch size."
     if share_cores(one, plan):

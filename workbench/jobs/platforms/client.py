@@ -226,8 +226,9 @@ def say(
             raise ClusterError(
                 f"{program} does not answer.",
                 seen=f"{shlex.join(command[:3])} did not end within {limit_s:g} s",
-                next_step="if the command submits a job, first check whether the platform already "
-                f"has the job; then try the command in a terminal: {shlex.join(command)[:200]}",
+                next_step="try the command below in a terminal. If the command submits a job, "
+                "first make sure that the platform does not already have the job. The command: "
+                f"{shlex.join(command)[:200]}",
                 code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))

@@ -25,7 +25,8 @@ def square(c: Check) -> None:
         c.need(
             _is_number(value),
             f"`square`: the value of rank {rank} is {value!r}, but it must be one number.",
-            "store only the engine's own square, as a number: not as a list or a string",
+            "store one number on each engine: the square of this engine's rank. Do not store a "
+            "list or a string",
         )
         c.need(
             number(value) == rank**2,
@@ -76,14 +77,15 @@ def mean(c: Check) -> None:
             f"`mean` of rank {rank} is {value!r}, but it must be a finite number.",
             "divide the sum of all numbers by their count"
             if isinstance(value, float)
-            else "store only the number: not as a list or a string",
+            else "store one number. Do not store a list or a string",
         )
     found = [number(value) for value in found]
     c.expect(
         len({round(value, 6) for value in found}) == 1,
         "all workers have the same mean",
         f"`mean` is not the same on all workers: {[round(value, 3) for value in found]}",
-        "each worker has only its own `part`: use an all-reduce to add up numbers of all workers",
+        "each worker has only its own `part`. With an all-reduce, every worker receives a sum over "
+        "all workers",
     )
     parts = [rank + i for rank in range(len(found)) for i in range(rank**2 + 1)]
     truth = sum(parts) / len(parts)

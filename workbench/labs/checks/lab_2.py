@@ -162,7 +162,8 @@ def hierarchical(c: Check) -> None:
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
     c.expect(
         True,
-        "however the workers are grouped, a worker that is not a leader sends only to its leader",
+        "in every grouping that the check tried, a worker that is not a leader sends only to its "
+        "leader",
         "",
     )
     c.expect(True, "with m groups, no leader sends more than (m-1) M bytes to other leaders", "")
@@ -198,7 +199,7 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
     )
 
 
-@exercise("2.4", "The size at which reduce to one and the ring are equally fast")
+@exercise("2.4", "The size at which 'reduce to one' and the ring take the same time")
 def crossing(c: Check) -> None:
     """Call `crossing_bytes`, and compare the times of both algorithms at the returned size."""
     for n, latency_s, bytes_per_s in ((3, 0.01, 2e6), (4, 1e-3, 1e9), (64, 5e-5, 1e8)):
@@ -215,7 +216,8 @@ def crossing(c: Check) -> None:
         )
     c.expect(
         True,
-        "at the size that `crossing_bytes` returns, reduce to one and the ring take the same time",
+        "at the size that `crossing_bytes` returns, 'reduce to one' and the ring take the same "
+        "time",
         "",
     )
 
@@ -288,8 +290,8 @@ def _shared_out(c: Check, counts: list[Any], whole: int) -> None:
         c.need(
             calls > 0,
             f"Worker {rank} never called `all_reduce`.",
-            "add up the gradients with the argument `all_reduce` of `train`. A later cell passes "
-            "your ring as this argument",
+            "`train` gets a function as its argument `all_reduce`. Call this function to add up "
+            "the gradients. In a later cell, this function uses your ring",
         )
 
 

@@ -84,7 +84,7 @@ def by_hand(c: Check) -> None:
         min(waits) >= -SAME_S,
         "no wait is negative",
         f"one `wait_s` is {min(waits) * 1e3:.1f} ms, but a wait is never negative",
-        "subtract this worker's `ready_s` from the latest time, not the latest time from `ready_s`",
+        "a worker's wait is the latest `ready_s` minus its own `ready_s`",
     )
     others = [r for r in range(len(ready)) if r != slow]
     c.need(
@@ -98,8 +98,7 @@ def by_hand(c: Check) -> None:
         "the worker that was ready last does not wait",
         f"rank {last} was ready last, but its `wait_s` is {waits[last] * 1e3:.1f} ms: a worker "
         "that is ready last does not wait",
-        "all workers wait until the same time. This time is the `ready_s` of one worker: which "
-        "worker?",
+        "all waits end at the same time. This time is the `ready_s` of one worker: which worker?",
     )
     off = [r for r in range(len(ready)) if abs(waits[r] - truth[r]) > SAME_S and r != last]
     c.expect(
@@ -108,11 +107,11 @@ def by_hand(c: Check) -> None:
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
         "which is not the time until the last worker was ready",
         "a wait ends when the last worker is ready. Do not measure how long `dist.all_reduce` "
-        "takes, because this time includes its messages. Subtract this worker's `ready_s` from the "
-        "latest `ready_s`"
+        "takes: this call also sends messages, and ends later than the wait. A worker's wait is "
+        "the latest `ready_s` minus its own `ready_s`"
         if all(0 < waits[r] - truth[r] < _MESSAGES_S for r in off)
-        else "all workers wait until the same time: find this time with one `dist.all_reduce`, and "
-        "choose its `op`",
+        else "all waits end at the same time. Find this time with one `dist.all_reduce`: which "
+        "`op` is right?",
     )
 
 
@@ -149,16 +148,17 @@ def blind(c: Check) -> None:
         right or not as_it_was,
         f"`potential` is {_list(found)}. These are the actual speeds: you did not subtract the "
         "waits.",
-        "divide by the time in which the worker did not wait: the time of its steps minus its "
-        "waits",
+        "divide a worker's samples by the time in which the worker did not wait: the sum of its "
+        "step times minus the sum of its waits",
     )
     c.expect(
         right,
-        "the potentials do not include the waits, so they show which worker is slow",
+        "the potentials are computed without the waits, so they show which worker is slow",
         f"`potential` is {_list(found)}, which does not agree with the run",
-        "add up samples, steps and waits of a worker over the whole run. Subtract the sum of the "
-        "waits from the sum of the steps, then divide the sum of the samples by the result. If you "
-        "have trained `blind` again, also run the cell of exercise 3.3 again",
+        "for each worker, add up the samples, the step times and the waits over the whole run. "
+        "Subtract the sum of the waits from the sum of the step times. Then divide the sum of the "
+        "samples by this difference. If you have trained `blind` again, also run the cell of "
+        "exercise 3.3 again",
     )
 
 
@@ -177,15 +177,15 @@ def share(c: Check) -> None:
             0 <= found < 1,
             f"waiting_share({n}) returned {found:.4g}, but it must return a fraction between 0 and "
             "1.",
-            "divide the mean wait by the mean step: a wait is only a part of a step",
+            "divide the mean wait by the mean step time: the wait is only a part of the step time",
         )
         c.need(
             math.isclose(found, (n - 1) / (2 * n), rel_tol=1e-6, abs_tol=1e-9),
             f"waiting_share({n}) returned {found:.4g}, which is not right for {n} workers.",
             "return the exact value, without rounding or simulation"
             if close(found, (n - 1) / (2 * n), _ROUNDED)
-            else "the mean wait is the mean step minus the mean delay: divide this wait by the "
-            "mean step",
+            else "the mean wait is the mean step time minus the mean delay. Divide the mean wait "
+            "by the mean step time",
         )
     c.expect(True, "the fraction is right, for few workers and for many", "")
 

@@ -109,8 +109,8 @@ def central_step(c: Check) -> None:
         _TRAIN.format(parts=[[(*trial[:3], trial[3][rank]) for trial in trials]
                              for rank in range(len(have))]),
         limit_s=LIMIT_S,
-        hint="your function must work if `w` is a matrix, and if `velocity` is None (on all "
-        "workers except worker 0). `dist` is torch.distributed",
+        hint="`w` can be a vector or a matrix. `velocity` is a tensor on worker 0, and None on the "
+        "other workers. Your function must work in all these cases. `dist` is torch.distributed",
     )  # fmt: skip
     weights = [[np.asarray(one[0], dtype=float) for one in worker] for worker in found]
     held = [np.asarray(one[1], dtype=float) for one in found[0]]
@@ -206,8 +206,8 @@ def through_server(c: Check) -> None:
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
             f"For the run {name!r}, through_server returned {value:.6g} bytes, which is not right.",
-            "the sum of `sent_bytes` over the rows of a single step is what the server receives. "
-            "The server also sends this number of bytes to the workers: count both",
+            "add up `sent_bytes` over the rows of a single step: the server receives this number "
+            "of bytes. The server also sends as many bytes to the workers: count both",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers

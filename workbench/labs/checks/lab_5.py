@@ -99,8 +99,9 @@ def own_staleness(c: Check) -> None:
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
         "the mean staleness of all pushes is the same with equal and with different speeds",
-        "by the results of `own_staleness`, the mean staleness of three workers with different "
-        f"speeds is {mean:.3g}, but it must be {len(step_s) - 1}, as with equal speeds",
+        "for three workers with different speeds, the results of `own_staleness` give a mean "
+        f"staleness of {mean:.3g}. But the mean of three workers must be {len(step_s) - 1}, "
+        "whatever their speeds are",
         f"compute own_staleness(0, {step_s}) on paper: how many pushes do the other workers make "
         f"in {step_s[0]} s?",
     )
@@ -128,7 +129,9 @@ def tight(c: Check) -> None:
         c.expect(
             False, "", f"With max_staleness={bound} a push can have a staleness of {limit}, but no "
             "push may have a staleness above 4.",
-            "`max_staleness` is a number of steps, not of updates: solve (N - 1)(s + 1) = 4 for s",
+            "`max_staleness` is not the largest staleness of a push. It is the number of steps "
+            "that a worker may be ahead of the slowest worker. With N workers and max_staleness=s, "
+            "the largest possible staleness is (N - 1)(s + 1): for which s is it 4?",
         )  # fmt: skip
     else:
         c.expect(
@@ -182,9 +185,10 @@ def _waits(c: Check, run: RunFacts) -> None:
     right = as_read(found_share, share, 3)
     c.need(
         right or not as_read(found_share, float((own_wait_s / own_s).mean()), 3),
-        f"`waited_share` is {found_share:.4g}. This is the mean of the fractions of single steps.",
-        "compute the fraction of the whole time: divide the sum of the waits by the sum of the "
-        "steps",
+        f"`waited_share` is {found_share:.4g}. This is the result if you compute a fraction for "
+        "each step, and then the mean of these fractions.",
+        "compute only one fraction, for all steps of worker 0 together: divide the sum of the "
+        "waits by the sum of the step times",
     )
     c.expect(
         right,
@@ -192,7 +196,7 @@ def _waits(c: Check, run: RunFacts) -> None:
         f"`waited_share` is {found_share:.4g}, which does not agree with the history of the run "
         "'tight'",
         "take all rows of worker 0 and no other rows. Divide the sum of the waits by the sum of "
-        "the steps. The result is a fraction between 0 and 1: keep at least three decimals",
+        "the step times. The result is a fraction between 0 and 1: keep at least three decimals",
     )
 
 
@@ -253,7 +257,8 @@ def ratios(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             as_read(found, uneven[at] / sync[at]),
-            f"`{name}` is the ratio of the {what} of 'uneven' and 'sync'",
+            f"`{name}` is right: the {what} that 'uneven' needed for a loss below {TARGET}, "
+            "divided by those that 'sync' needed",
             f"`{name}` is {found:.4g}, which does not agree with the curves of 'uneven' and 'sync'",
             f"`curve` returns seconds, samples and loss. For each run, take the {what} at the "
             f"first point with a loss below {TARGET}. Divide the {what} of 'uneven' by those of "

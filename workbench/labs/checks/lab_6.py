@@ -130,15 +130,15 @@ def right_cnn(c: Check) -> None:
         "each prediction depends only on its own image",
         "the check changed only image 0, so only prediction 0 may change. But these predictions "
         f"changed: {_places(answer['moved'])}",
-        "do not remove rows at the end: at that point, each row already mixes parts of several "
-        "images; make the maps smaller before you flatten them",
+        "do not remove rows from the predictions. Each row of the input of `fc1` must hold one "
+        "whole image: make the maps smaller before you flatten them",
     )
     c.expect(
         answer["rows"] <= 5,
         "`fc1` gets one row for each image",
         f"for 5 images, `fc1` got {answer['rows']} rows, but it must get one row for each image",
-        "each of these rows holds only a part of an image, because the flattened maps have more "
-        "numbers than a row of `fc1`: make the maps smaller before you flatten them",
+        "each of these rows holds only a part of an image. The maps of one image have more numbers "
+        "than `fc1` has inputs: make the maps smaller before you flatten them",
     )
     layers: dict[str, list[int]] = answer["layers"]
     off = sorted(n for n in {*layers, *_CNN} if layers.get(n) != _CNN.get(n))
@@ -210,8 +210,9 @@ def in_flight(c: Check) -> None:
         counted = _counted(c, f"most_{schedule}")
         c.need(
             counted == _HELD[schedule],
-            f"The engines' `most_{schedule}` does not come from a complete run {schedule}-6.",
-            "run the cells again in order, beginning with the cell that trains the run gpipe-6",
+            f"The counts in `most_{schedule}` on the engines are not those of a complete run "
+            f"'{schedule}-6'.",
+            "run the cells again in order, beginning with the cell that trains the run 'gpipe-6'",
         )
         given = [
             _whole(c, f"`{name}`[{i}]", one, "a stage holds whole microbatches: count them")

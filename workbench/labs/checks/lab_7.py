@@ -57,7 +57,8 @@ def global_batch(c: Check) -> None:
     c.expect(
         samples == [_PER_REPLICA] * 2,
         "each replica got as many samples as the single GPU",
-        f"in a step the replicas got {samples} samples, but the single GPU got {_PER_REPLICA}",
+        f"in a step the two replicas got {samples} samples, but each replica must get "
+        f"{_PER_REPLICA}, like the single GPU",
         "the strategy divides the batch of `fit` among the replicas",
     )
 
@@ -141,7 +142,7 @@ def even(c: Check) -> None:
     if not odd:
         c.expect(
             _largest(alone.weights(), together.weights()) < _FAR,
-            "`mirrored` ends with the same weights as one device",
+            "`mirrored` ends with the same weights as `one_device`",
             "the final weights of 'even-mirrored' differ from those of 'even-one_device' by more "
             "than rounding errors",
             "both runs must read the same images in the same order: keep shuffle=False",
@@ -167,8 +168,8 @@ def in_pytorch(c: Check) -> None:
         c.need(
             isinstance(given, str),
             f"{name}: {given!r} is not a name in quotes.",
-            "write the name of the tool as a string, not the class or the module itself: one of "
-            + ", ".join(map(repr, _KNOWN)),
+            "write the name of the tool as a string. Do not write the class or the module itself. "
+            "Choose one of " + ", ".join(map(repr, _KNOWN)),
         )
         word = str(given).strip().lower().rpartition(".")[2]  # also with its module
         c.need(
@@ -196,7 +197,10 @@ def apart(c: Check) -> None:
                 far = f"largest difference: in a {'bias' if place % 2 else 'matrix'}"
                 _compare(c, keras, torch, f"the weights of {what} ({far})")
     c.expect(
-        True, "`apart` compares each number of Keras with the corresponding number of PyTorch", ""
+        True,
+        "`apart` compares each number in the Keras weights with the corresponding number in the "
+        "PyTorch weights",
+        "",
     )
     keras, torch = (dict(c.run(name).weights()) for name in ("keras", "torch"))
     _compare(c, keras, torch, "the weights of the runs 'keras' and 'torch'")

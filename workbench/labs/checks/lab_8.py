@@ -221,7 +221,8 @@ def lost(c: Check) -> None:
         count == TOTAL,
         "each step counts once in the final weights",
         f"the final weights are not the result of {count} updates",
-        "some steps are done twice: are the updates of the first time still in the weights?",
+        "some steps are done twice. When such a step is done again, is its first update still in "
+        "the weights?",
     )
 
 
@@ -242,9 +243,9 @@ def resumed(c: Check) -> None:
     c.need(
         began < TOTAL,
         "The run 'resumed' took no steps, because it began from the checkpoint of the last step.",
-        "an earlier run of the cell wrote this checkpoint to lab_8/broken. Pass "
-        'checkpoint="lab_8/resumed" to wb.resume, run the cell of the run `broken` again, then the '
-        "cell of exercise 8.3",
+        "a run that was resumed earlier wrote this checkpoint to lab_8/broken. Pass "
+        'checkpoint="lab_8/resumed" to wb.resume. Then run two cells again: first the cell that '
+        "trains `broken`, then the cell of exercise 8.3",
     )
     c.expect(
         began > 0,
@@ -344,7 +345,7 @@ def interval(c: Check) -> None:
         c.need(
             good,
             f"{shown} returned {value:.4g}, which is not the best interval for {n} machines.",
-            "for one machine the result is right: how often does one of n machines fail?",
+            "for one machine the result is right. How often is there a failure with n machines?",
         )
     c.expect(
         True, "with the returned intervals the least time is lost, on one machine and on many", ""
@@ -398,7 +399,7 @@ def lost_time(c: Check) -> None:
             "at each failure all workers pause twice: at the death, and when a new worker joins. "
             "Return a fraction of the time, not a number of seconds and not a percentage",
         ),
-        ((2.0, 0.0, 10, 5e5), "how often does one of n machines fail?"),
+        ((2.0, 0.0, 10, 5e5), "how often is there a failure with n machines?"),
         ((0.5, 90.0, 3, 9e6), "while one of n workers is away, how much slower is the run?"),
     )
     for (pause_s, away_s, n, m_s), hint in cases:
@@ -409,7 +410,12 @@ def lost_time(c: Check) -> None:
             f"{shown} returned {value:.4g}, which is not the fraction of the time that is lost.",
             hint,
         )
-    c.expect(True, "the result counts the pauses, the missing worker and every failure", "")
+    c.expect(
+        True,
+        "the result contains the time that is lost in the pauses and while a worker is away, for "
+        "all failures",
+        "",
+    )
 
 
 @exercise("8.8", "Which strategies can heal")

@@ -148,20 +148,22 @@ def _played(c: Check, name: str) -> None:
         hint = "set `strategy` and `samples_per_s` before blind.seal, and run the cell"
         if student:
             c.wrong(
-                f"Nothing is sealed yet for case {name} of {student!r}.",
+                f"Case {name} of {student!r} has no sealed prediction yet.",
                 f'{hint}; if {student!r} is not your name, run blind.play_as("your name") first',
             )
-        c.wrong(f"Nothing is sealed for case {name} yet.", hint)
+        c.wrong(f"Case {name} has no sealed prediction yet.", hint)
     c.need(
         bool(student),
         f"Case {name} belongs to no student, because it was opened without a name.",
-        f'in the cell, set `student` to your name, and keep the call blind.case("{name}", student)',
+        "in the cell of this exercise, set `student` to your name, and open the case with "
+        f'blind.case("{name}", student)',
     )
     attempt = int(play["attempt"])
     own = draw(seed_of(student), name, attempt)
     c.need(
         list(play["numbers"]) == own.numbers,
-        f"Case {name} does not have the numbers that belong to the name {student!r}.",
+        f"The numbers of case {name} depend on the student's name. This case {name} does not have "
+        f"the numbers of {student!r}.",
         f'take the case from blind.case("{name}", student), and do not change it',
     )
     strategy, predicted = str(play["strategy"]), float(play["predicted"])
@@ -195,9 +197,10 @@ def _played(c: Check, name: str) -> None:
         f"by the formulae of section 1, the chosen strategy achieves at least {ENOUGH:.0%} of the "
         "rate of the best strategy",
         f"by the formulae of section 1, {strategy} achieves {share:.0%} of the rate of the best "
-        f"strategy, but it must achieve at least {ENOUGH:.0%} (measured in the runs: {seen:.0%})",
-        "predict the rates of all four strategies from the same three numbers, and compare these "
-        "rates before you choose",
+        f"strategy, but at least {ENOUGH:.0%} is needed. In the runs, {strategy} achieved "
+        f"{seen:.0%} of the best measured rate",
+        "with the probes, find `t1_s`, `latency_s` and `bytes_per_s` of this case. Then predict "
+        "the rates of all four strategies, and compare these rates before you choose",
     )
 
 
@@ -232,8 +235,8 @@ def fitting(c: Check) -> None:
                 hint = "return the number in bytes, not in a larger unit such as MiB"
             c.need(
                 math.isclose(found, held, rel_tol=1e-3),
-                f"held_bytes({strategy!r}, {parameters}, {workers}) returned {found:.4g}, "
-                "but one worker holds another number of bytes.",
+                f"held_bytes({strategy!r}, {parameters}, {workers}) returned {found:.4g}. This is "
+                "not the number of bytes that one worker holds.",
                 hint,
             )
     c.expect(True, "the bytes that a worker holds are right for all six strategies", "")

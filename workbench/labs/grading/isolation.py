@@ -71,9 +71,9 @@ class Isolation:
             more = f" (but cells can reach the network: {self.why})"
             return said + more if self.network else said
         if self.how == "user":
-            return ("isolated as another user: cells cannot send signals to the grading process, "
-                    "but cells can read files that every user can read (stronger isolation is not "
-                    f"possible: {self.why})")  # fmt: skip
+            return ("partly isolated: cells run as another user, so they cannot send signals to "
+                    "the grading process. But cells can read files that every user can read "
+                    f"(stronger isolation is not possible: {self.why})")  # fmt: skip
         return f"not isolated: cells can read the checks and end the grading process ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:

@@ -275,7 +275,7 @@ _MOST_FINDINGS, _MOST_CHARACTERS = 50, 2000
 _OWN_S = 30.0
 """Time for a check's own computation, beyond the time allowed for answers."""
 
-_STUB = '''"""Replaces the checks of lab {lab}, which another process makes."""
+_STUB = '''"""Replaces the checks of lab {lab}: the checks run in another process."""
 
 from ..answers import exercise
 

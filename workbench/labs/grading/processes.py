@@ -214,7 +214,7 @@ SOON_S = 0.05
 """The pause if more than half of the memory is used."""
 DISK_EVERY_S = 2.0
 MOST_OWN_BYTES = GB
-"""How much of the grader's own memory answers may fill."""
+"""How much of the grader's own memory a notebook's data may fill."""
 MOST_PATH = 3500
 """Characters; the system allows 4096, and files in deeper folders could not be counted."""
 SHARE = 3
@@ -271,7 +271,9 @@ class Watch:
             self.broken = f"the notebook used {held / GB:.1f} GB of memory: {allowed}"
         elif own > MOST_OWN_BYTES:
             allowed = f"at most {MOST_OWN_BYTES / GB:g} GB are allowed"
-            self.broken = f"the answers filled {own / GB:.1f} GB of the grader's memory: {allowed}"
+            self.broken = (
+                f"the notebook's data filled {own / GB:.1f} GB of the grader's memory: {allowed}"
+            )
         soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
         pause_s = SOON_S if soon else EVERY_S
         return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times meanwhile

@@ -106,7 +106,9 @@ def read(path: Path) -> Book:
 def _content(path: Path) -> Any:
     try:
         if path.is_dir():
-            raise Unreadable("This is a folder: name the notebooks in this folder instead.")
+            raise Unreadable(
+                "This is a folder. Give the paths of the notebooks in this folder instead."
+            )
         if not path.exists():
             raise Unreadable("There is no such file.")
         if not path.is_file():

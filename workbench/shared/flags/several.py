@@ -38,9 +38,10 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
         is_name = str(name).isidentifier() and not str(name).startswith("_")
         if not (is_name and isinstance(value, (bool, int, float, str))):
             raise PlanError(
-                "The value of --set must be a number, `true`, `false` or text."
+                "In --set NAME=VALUE, VALUE must be a number, `true`, `false` or text."
                 if is_name
-                else "The name of --set must be a Python name that does not begin with `_`.",
+                else "In --set NAME=VALUE, NAME must be a Python name that does not begin with "
+                "`_`.",
                 seen=f"{name}={value!r}",
                 allowed="for example --set lr=0.1, which the cell reads as wb.options.lr",
                 code="WB-PLAN-271",

@@ -11,13 +11,15 @@ Some Keras layers also keep values that are not learnt from gradients (BatchNorm
 statistics). These values are averaged over the replicas at the end of each step. In BatchNorm, each
 replica normalises over its own share of the batch.
 
-For some Embeddings, the steps of Adam, RMSprop and Adagrad differ from the steps on one device, as
-in TensorFlow without Workbench. The gradient of an Embedding is a list of rows, and these
-optimizers square each row separately. A lookup that depends on a sample adds one row to the list,
-on one device or on several replicas. But every replica makes the lookups that do not depend on the
-samples, such as positions (`Embedding(arange)`). Where one device adds one row, n replicas add n
-rows, and the sum of these n rows is the row of the one device. The squares of n rows do not add up
-to the square of their sum, so the steps differ. With SGD the steps are equal.
+With some Embeddings, the steps of Adam, RMSprop and Adagrad are not the same as on one device.
+TensorFlow without Workbench has the same difference. The gradient of an Embedding is a list of
+rows, one row for each lookup, and these optimizers square each row separately. If a lookup depends
+on a sample, only the replica with this sample makes the lookup. So the list has one row for this
+lookup, as on one device. Other lookups do not depend on the samples, for example lookups of
+positions (0, 1, 2, ...). Every replica makes such a lookup. So the list has n rows for this
+lookup, but only one row on one device. The sum of the n rows is equal to the one row. But the
+squares of the n rows do not add up to the square of their sum, so the steps differ. With SGD the
+steps are equal.
 
 The step waits for the slowest device. Each replica's loss is divided by the number of replicas
 (Keras does this automatically). So the sum of the gradients is the gradient of the mean loss of the

@@ -12,7 +12,8 @@ saves memory, but never time.
 If all p stages take the same time, each stage is busy for 1/p of the step's time. The rest of the
 time is its bubble. PyTorch's `model_split` makes the bubble smaller with microbatches.
 
-Sums are computed in the same order as on one device, so the result is the same.
+Each layer does the same computations in the same order as on one device. So the result is the same
+as on one device, except for possible rounding errors.
 
 The option `split_at` names the layers that begin a stage. Without this option, Workbench chooses
 the layers so that all stages have about the same number of parameters. In the source, the class
@@ -162,7 +163,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
         )
     if len(starts) + 1 != stages:
         raise FitError(
-            "`split_at` must cut the model into one stage for each device.",
+            "`split_at` must divide the model into as many stages as there are devices.",
             seen=f"split_at={split_at}, which makes {len(starts) + 1} stages for {stages} devices",
             allowed=f"exactly {stages - 1} layer" + "s" * (stages != 2) + " in split_at",
             next_step=f"use -n {len(starts) + 1}, or change split_at",

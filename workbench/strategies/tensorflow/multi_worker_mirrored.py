@@ -35,8 +35,8 @@ process can connect to it.
 
 The workers form a TensorFlow cluster (a group of TensorFlow processes). When a process joins such a
 cluster, TensorFlow deletes all tensors and variables of this process. So the engines lose the
-TensorFlow tensors and variables of earlier cells. NumPy arrays and the model that was trained are
-kept.
+TensorFlow tensors and variables of earlier cells. NumPy arrays are kept. The model that the run
+trains is also kept: Workbench restores its variables at the end of the run.
 
 Sources: tf.distribute.MultiWorkerMirroredStrategy,
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras; Patarasuk and Yuan,

@@ -14,13 +14,13 @@ Then the servers apply these gradients:
 
 No worker waits for another, so there is no sync wait. The disadvantage is staleness: other workers
 push between a worker's pull and its push. With n equally fast workers the mean staleness is n - 1.
-A slow worker takes fewer closures. In `run.history`, each closure that trains is one row, with the
+A slow worker takes fewer closures. In `run.history`, each closure is one row. The row contains the
 rank of the worker that ran the closure. With n workers, each push uses 1/n of a batch.
 
 When a worker dies, the run continues: the dead worker's closure runs again on another worker. So
-every closure runs at least once, and some run several times. When a server dies, the run ends,
-because the server's variables are lost. With `--checkpoint`, a new server replaces the dead server,
-and the run continues from the last checkpoint.
+every closure runs at least once, and some run several times. When a server dies, its variables are
+lost. Without `--checkpoint`, the run then ends. With `--checkpoint`, by default a new server
+replaces the dead server, and the run continues from the last checkpoint.
 
     servers=2               variables are distributed over two servers
     partitioner=fixed:2     each variable is cut in two along its first dimension
@@ -234,7 +234,8 @@ class ParameterServer(Strategy):
     def step(self, share: Share) -> StepResult:
         """Refuse: see `run_loop`."""
         raise FitError(
-            "This strategy cannot take a single step: it schedules all steps of a run together.",
+            "This strategy cannot take the steps of a run one by one: it schedules all steps "
+            "together.",
             code="WB-FIT-096",
         )
 

@@ -21,9 +21,9 @@ with sparse gradients it sends and receives only the needed rows (`servers/rows.
 bytes pass through the server's host, which limits the speed of this strategy.
 
 The sync wait of worker r is the time from when its gradient is ready until all gradients are ready.
-The server's work (sum, clip, step) and the messages in both directions count as transfer. The
-clocks of different hosts differ. So if there are several hosts, the server measures the wait: the
-time from the arrival of worker r's push to the arrival of the last push.
+The transfer contains the time of the messages in both directions, and the time of the server's work
+(sum, clip, step). The clocks of different hosts differ. So if there are several hosts, the server
+measures the wait: the time from the arrival of worker r's push to the arrival of the last push.
 
 With `replicas=2` a second server holds a copy of the parameters and the optimizer's state. The
 first server sends the sum of the gradients to the second server before it answers a worker. If the

@@ -27,10 +27,10 @@ one neighbour). On the exponential graph, it sends them to one worker in each st
 
 When a worker dies, the other workers form a new graph, and each keeps its own replica. If the death
 interrupts the mixing, the current step ends without mixing, and it counts as a complete step. No
-worker waits for the dead worker, and the other workers lose nothing. The updates that the dead
-worker has sent to its neighbours stay in the neighbours' replicas. A new worker copies the replica
-of a worker that has taken the most steps. If there are several such workers, the new worker chooses
-the one with the nearest rank.
+worker waits for the dead worker, and the other workers lose nothing. Before its death, the dead
+worker sent its parameters to neighbours after each step. So its earlier steps stay in the
+neighbours' replicas. A new worker copies the replica of a worker that has taken the most steps. If
+there are several such workers, the new worker chooses the one with the nearest rank.
 
 The replica spread shows how different the replicas are. Before the mixing, each worker compares its
 replica with the replicas of its neighbours. It logs the result as `spread`: the root mean square of

@@ -42,11 +42,12 @@ update:
     worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 3   sum of stage 1 --+
 
-The workers first confirm, with messages within each row and then within each column, that every
-worker has the sum for its stage. If a death interrupts the confirmation, some workers may already
-have taken the step. In this case the other workers take the step too. They do not need the dead
-worker for this, because every worker already has its sum. If no worker has taken the step, the
-workers begin the step again.
+Before the update, the workers confirm to each other that every worker has the sum for its stage.
+They exchange these messages first within each row of the grid, and then within each column. If a
+death interrupts the confirmation, some workers may already have taken the step. In this case the
+other workers take the step too. They do not need the dead worker for this, because each of them
+already has the sum for its own stage. If no worker has taken the step, the workers begin the step
+again.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Hybrid(ModelSplit):
         """
         if self.world_size % self.workers:
             raise FitError(
-                "The number of workers must be a multiple of `stages`, the number of workers in "
-                "each pipeline.",
+                "The option `stages` is the number of workers in each pipeline. So the total "
+                "number of workers must be a multiple of `stages`.",
                 seen=f"stages={self.workers}, and -n {self.world_size}",
                 allowed=f"a multiple of {self.workers} workers",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",

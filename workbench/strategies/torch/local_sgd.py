@@ -14,15 +14,15 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
 With H steps in a round (`every=H`), workers send 1/H of the bytes that they send under `mirrored`.
 Between two averages the replicas become different from each other. The difference is larger if the
 workers' data differs more. With H = 1, averaging parameters is the same as averaging gradients if
-the optimizer is linear in the gradient (SGD, with or without momentum). So with H = 1, such an
-optimizer and no other option changed, the result is the same as on one device. Optimizer state is
-not averaged: each worker keeps its own optimizer state.
+the optimizer is linear in the gradient (SGD, with or without momentum). So the result is the
+same as on one device if H = 1, the optimizer is linear in the gradient, and all other options have
+their defaults. Optimizer state is not averaged: each worker keeps its own optimizer state.
 
 With DiLoCo (`outer=nesterov`), a round ends with an outer step. Let b be the parameters at the
 start of the round. The outer gradient d is b minus the mean of the replicas at the end of the
 round. The outer optimizer is SGD with Nesterov momentum. Each worker keeps b and the momentum m,
-and takes the same outer step. The inner optimizer is the optimizer of your cell; the paper uses
-AdamW.
+and takes the same outer step. The inner optimizer is the optimizer of your cell. The DiLoCo paper
+uses AdamW as the inner optimizer.
 
     round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
@@ -45,19 +45,20 @@ at random for each round: only these workers train, and only their parameters ar
 `skew=alpha` divides the samples of each class unevenly among the workers (Dirichlet distribution),
 so that the workers have different data. With a smaller alpha, the workers' data differs more.
 
-When a worker dies, each of the other workers continues from its own replica. The death can
-interrupt an average. If some workers have already completed this average, they give the mean and
-the outer optimizer's state to the other workers. If no worker has completed it, the remaining
-workers undo the last step. They divide the batch of this step among themselves, take the step
-again, and repeat the average. So with `every=1` and SGD without momentum nothing is lost. In other
-cases the run loses at most the dead worker's steps since the last average, and the state of the
-dead worker's optimizer. A new worker copies the replica of another worker, including the steps that
-this replica contains since the last average. So in the next average these steps count twice.
+When a worker dies, each of the other workers continues from its own replica. A worker can die while
+the workers average their replicas. If some workers have already completed this averaging, they give
+the mean and the outer optimizer's state to the other workers. If no worker has completed it, the
+remaining workers undo the last step. They divide the batch of this step among themselves, take the
+step again, and then average again. So with `every=1` and SGD without momentum nothing is lost. In
+other cases the run loses at most the steps that the dead worker took since the workers last
+averaged their parameters, and the state of the dead worker's optimizer. A new worker copies the
+replica of another worker. This replica contains the steps that the other worker has taken since the
+workers last averaged their parameters. So in the next average these steps count twice.
 
-In a step with an average, a worker sends 2 (n-1)/n times the size of the parameters and
-floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size of
-the current fragment. In steps without an average it sends nothing. Workers wait for the slowest
-worker only in steps with an average.
+In a step in which the workers average, a worker sends 2 (n-1)/n times the size of the parameters
+and floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size
+of the current fragment. In the other steps it sends nothing. Workers wait for the slowest worker
+only in steps in which they average.
 """
 
 from __future__ import annotations

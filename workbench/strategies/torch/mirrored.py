@@ -14,18 +14,20 @@ pass is still running. When a worker's backward pass has ended, the worker waits
 communication. This time counts as sync wait until the backward passes of all workers have ended,
 and as transfer from then on.
 
-The mean over workers is the mean over samples only if all shares are equally large. The loss of
-worker r is therefore multiplied by n x samples_r / samples, where `samples_r` is the size of its
-share and `samples` is the size of the batch. Let g_r be the gradient of the mean loss over this
-share. The mean over workers of the gradients with this factor is sum_r (samples_r / samples) g_r.
-This is the mean over all samples of the batch.
+The mean over workers is the mean over samples only if all shares are equally large. So the loss of
+worker r is multiplied by `n * samples_r / samples`. Here n is the number of workers, `samples_r` is
+the size of the worker's share, and `samples` is the size of the batch. Let g_r be the gradient of
+the mean loss over this share. With the factor, the gradient of worker r is
+`n * samples_r / samples * g_r`. The mean of these gradients over the n workers is
+`sum_r (samples_r / samples) * g_r`. This sum is the gradient of the mean loss over the whole batch.
 
 BatchNorm's running statistics are buffers: they are not learnt from gradients. Training does not
-read them. So rank 0's buffers are broadcast only before each evaluation and at the end of the run;
-in your own loop, at the end of each epoch. DistributedDataParallel, with its default settings,
-broadcasts the buffers in each forward pass. In such a broadcast the other workers wait for rank 0.
-Then each step would have two waits: the wait for rank 0's buffers and the wait in the all-reduce.
-The measured times would not show which worker causes which wait.
+read them. So Workbench does not broadcast rank 0's buffers in each step. With `wb.fit`, it
+broadcasts them before each evaluation and at the end of the run. In your own loop, it broadcasts
+them at the end of each epoch. DistributedDataParallel, with its default settings, broadcasts the
+buffers in each forward pass. In such a broadcast the other workers wait for rank 0. If Workbench
+did the same, each step would have two waits: the wait for rank 0's buffers and the wait in the
+all-reduce. The measured times would not show which worker causes which wait.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with
@@ -271,7 +273,7 @@ class Mirrored(Strategy):
         self._others.callback(synced.undo)
         if not self.context.membership.waits:
             self._average(model)
-        self.loop.wrap_another_loop(model)
+        self.loop.wrap_another_loop(model, optimizer)
         return model, optimizer
 
     def _epoch_end(self) -> None:

@@ -25,8 +25,8 @@ workers of both stages hold the parameter, and add up its gradients before the s
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
 computes the loss itself, the workers send the targets from stage to stage, together with the
-activations. In this case all microbatches must be equally large: Workbench would repeat samples to
-fill a smaller microbatch, and the loss would count them twice.
+activations. In this case all microbatches must be equally large. Otherwise Workbench would have to
+repeat samples in the smaller microbatches, and the loss would count these samples twice.
 
 If you give `wb.fit` a function that builds the model, no worker ever holds the whole model
 (`pipeline/pipeline.py`). The option `split_at` names the layers at which the model is cut. Without

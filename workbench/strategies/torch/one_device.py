@@ -78,7 +78,7 @@ class OneDevice(Strategy):
         """Move another model of the loop to the device."""
         assert self.loop is not None
         model.to(self.context.spec.device)
-        self.loop.wrap_another_loop(model)
+        self.loop.wrap_another_loop(model, optimizer)
         return model, optimizer
 
     def memory_bytes(self) -> float:

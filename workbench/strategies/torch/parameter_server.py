@@ -12,12 +12,12 @@ Staleness-aware learning rate: Zhang et al., Staleness-aware Async-SGD, IJCAI 20
     server 1:  the same for the other half of the tensors (divided by bytes)
 
 Every push is a separate step. The server takes the step when the push arrives, and stores the
-optimizer's state together with the parameters. No worker waits for another. The disadvantage is
-that the parameters change between a worker's pull and its push. The staleness is the number of
-updates by other workers between this pull and this push. It is recorded for every push. With n
-equally fast workers the mean staleness is n - 1. Each push uses 1/n of a batch. So n workers take n
-steps for each batch; one device would take one step. Clipping is applied to the gradient of each
-push.
+optimizer's state together with the parameters. By default, no worker waits for another worker. The
+disadvantage is that the parameters change between a worker's pull and its push. The staleness is
+the number of updates by other workers between this pull and this push. It is recorded for every
+push. With n equally fast workers the mean staleness is n - 1. Each push uses 1/n of a batch. So n
+workers take n steps for each batch; one device would take one step. Clipping is applied to the
+gradient of each push.
 
     max_staleness=s       a worker that is more than s steps ahead of the slowest worker must wait
                           (SSP); with s=0 no worker begins a step until all workers have ended

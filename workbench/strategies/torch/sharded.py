@@ -12,20 +12,25 @@ implementation.
     update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
 
 Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. As
-under `mirrored`, the loss of worker r is multiplied by n x samples_r / samples, where `samples_r`
-is the size of its share and `samples` is the size of the batch. So the mean over workers is the
-mean over samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and
-two moments. With n workers, each worker needs 16/n bytes per parameter, plus the memory of one
-gathered unit. A unit is usually a layer (see below). In a step, every worker sends 3 (n-1)/n times
-the parameters' size; under `mirrored` it sends 2 (n-1)/n times this size. With `reshard=false`,
+under `mirrored`, the loss of worker r is multiplied by `n * samples_r / samples`. Here n is the
+number of workers, `samples_r` is the size of the worker's share, and `samples` is the size of the
+batch. So the mean over workers is the mean over samples.
+
+With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and two moments. With n
+workers, each worker needs 16/n bytes per parameter. It also needs memory for the parameters that
+are gathered at the moment: usually one or two units, and the parameters that are not in any unit. A
+unit is usually a layer (see below). For the parameters in units, every worker sends 3 (n-1)/n times
+their size in a step. Under `mirrored` it sends 2 (n-1)/n times their size. With `reshard=false`,
 gathered units stay in memory from the forward pass to the backward pass. In this case every worker
 sends only 2 (n-1)/n times the parameters' size, but needs more memory.
 
-If you give `wb.fit` a function that builds the model, only rank 0 calls it to make the parameters'
-values. The other workers build the model without values (device `meta`). Rank 0 sends the values to
-all workers, some rows in each message, and each worker keeps only its own part (`Filling` in the
-source). So at the start of the run, only rank 0 needs memory for the whole model. This is memory of
-rank 0's host, not of a GPU.
+You can give `wb.fit` a function that builds the model. Then every worker first builds the model
+without values (device `meta`). Only rank 0 calls the function once more, to make the values of the
+parameters. Rank 0 sends the values to all workers. Each message contains rows of one tensor, and
+each worker keeps only its own part of the tensor (`Filling` in the source). So at the start of the
+run, only rank 0 needs memory for the whole model. This is memory of rank 0's host, not of a GPU. If
+the function cannot run on device `meta` (because it computes with the values), every worker builds
+the whole model.
 
 All parameters of a unit are gathered together. A unit has at least `unit_mb` MB of parameters. Two
 kinds of modules can be units: the elements of a Sequential or ModuleList, and those children of the

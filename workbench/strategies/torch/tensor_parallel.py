@@ -74,7 +74,7 @@ STYLES = {
     "col": "divided by columns; the output stays divided",
     "row": "divided by rows; needs a divided input; the outputs are added up",
     "gathered": "divided by columns; the output is gathered immediately",
-    "split_row": "divided by rows; takes the whole input",
+    "split_row": "divided by rows; the input is not divided",
     "heads": "the same as col, but for code that reshapes the output into attention heads",
 }
 ALONE = ("gathered", "split_row")
@@ -397,8 +397,9 @@ class TensorParallel(Partitioned):
                     "second layer can use the divided output of the first layer. Workbench could "
                     "not test the pairs, because the device of at least one worker does not have "
                     "enough free memory. So Workbench gathers the outputs of these layers. If the "
-                    "layers do form pairs, give the pairs; then Workbench does not gather them: "
-                    "`-o plan=fc1=col,fc2=row` (with the names of your layers)."
+                    "layers form pairs, Workbench does not have to gather these outputs. In this "
+                    "case, give the pairs in the option `plan`: `-o plan=fc1=col,fc2=row` (with "
+                    "the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

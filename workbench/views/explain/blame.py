@@ -144,9 +144,11 @@ WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "the other workers would no longer wait for worker {worker}. In each step, the "
     "exchange of tensors would begin as soon as all other workers are ready",
-    "pipeline": "the time saved in a step is the busy time of worker {worker} minus the busy time "
-    "of the busiest other worker (0 if this is negative). The pipeline would also fill faster. "
-    "The estimate leaves out this effect, so the real gain is larger",
+    "pipeline": "the busiest worker decides how long a step takes. The time saved in a step is the "
+    "busy time of worker {worker} minus the longest busy time among the other workers. If this "
+    "difference is negative, no time is saved. With a faster worker {worker}, the pipeline would "
+    "also fill and drain in less time. The estimate leaves out this effect, so the real gain is "
+    "larger",
     "asynchronous": "a step of worker {worker} would take as long as the median step of the other "
     "workers",
 }

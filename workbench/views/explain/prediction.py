@@ -290,8 +290,9 @@ class RankingPicture(Picture, Ranking):
         low, high = best.speedup[1:]
         return (
             f"With {best.text} a step would take {_time(best.step_s[0])} instead of "
-            f"{_time(self.step_s)}: {best.speedup[0]:.2f}x the samples/s "
-            f"({low:.2f}x to {high:.2f}x)."
+            f"{_time(self.step_s)}. The throughput would be {best.speedup[0]:.2f} times as "
+            f"high. In 90 % of runs with this change, the throughput would be {low:.2f} to "
+            f"{high:.2f} times as high."
         )
 
     def table(self) -> Table:
@@ -325,8 +326,7 @@ class RankingPicture(Picture, Ranking):
         body += more
         rows = [("no change", self.step_s, self.share, "")]
         rows += [
-            (v.text, v.step_s[0], v.share, f", {v.speedup[0]:.2f}x the samples/s")
-            for v in self.variants
+            (v.text, v.step_s[0], v.share, f", speed-up {v.speedup[0]:.2f}x") for v in self.variants
         ]
         scale = (WIDTH - 2 * MARGIN - 146) / max(step_s for _, step_s, _, _ in rows)
         for words, step_s, share, gained in rows:

@@ -845,8 +845,8 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole} of the time, ${beyond.replace(/[+±]/, "").replace("%", "percentage points")} above the ideal bubble`);
-    this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: the bubble is ${whole} of the time, ${beyond.replace(/[+±]/, "").replace("%", "percentage points")} above the ideal bubble`);
+    this.bubbles.label(`${head.split.caption}. The ideal bubble is the bubble that this schedule has if all stages take the same time. ${words.join(". ")}.`);
   }
 
   layOutStages(split) {

@@ -110,7 +110,7 @@ SECTIONS.push((() => {
     const { phases } = app.ink, colors = { data_wait: phases[0], compute: phases[1], sync_wait: phases[2], bubble: phases[2], transfer: phases[3], other: phases[4] };
     const used = PARTS.filter((p) => compared.rows.some((r) => r[`${p}_share`]));
     if (!used.length) return null;
-    const figure = kit.h("figure", { class: "wbp-bars wbp-shares" }, kit.h("figcaption", {}, kit.h("b", {}, "Where a step's time goes"), kit.h("span", {}, "share of the workers' time")));
+    const figure = kit.h("figure", { class: "wbp-bars wbp-shares" }, kit.h("figcaption", {}, kit.h("b", {}, "Where a step's time goes"), kit.h("span", {}, "percentage of the workers' time")));
     const paint = (p) => (p === "sync_wait" || p === "bubble" ? `repeating-linear-gradient(135deg, ${colors[p]} 0 3px, ${colors[p]}38 3px 6px)` : colors[p]);
     for (const row of compared.rows) {
       const bar = kit.h("div", { class: "wbp-bar wbp-stack" }), said = [];
@@ -166,7 +166,7 @@ SECTIONS.push((() => {
   function make(app, root) {
     let axis = AXES[0], sort = { key: "", down: true }, compared = null;
     const picks = kit.h("div", { class: "wbp-chips", role: "group", "aria-label": "Runs to compare" });
-    const latest = kit.button("Runs of the latest recipe", "Compare the runs of the latest recipe, at most the newest 24", () => app.do("comparison.latest"));
+    const latest = kit.button("Runs of the latest recipe", "Compare the runs that have the same recipe as the latest finished run (at most the newest 24 runs)", () => app.do("comparison.latest"));
     const none = kit.h("p", { class: "wbp-empty" }, "Finished runs are compared here. Run one recipe under two strategies.");
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
     const axes = kit.h("div", { class: "wbp-segments", role: "radiogroup", "aria-label": "Loss by" }, AXES.map((one) => kit.h("button", { type: "button", role: "radio", onclick: () => { axis = one; drawLoss(); } }, `by ${one[1]}`)));

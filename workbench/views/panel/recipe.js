@@ -37,8 +37,8 @@ SECTIONS.push({
     const numbers = kit.h("pre", { class: "wbp-numbers", "aria-hidden": "true" }), code = kit.h("code", {});
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
-    const cell = kit.button("To a cell", "Write %%distributed cells that start the selected runs", toCell);
-    const job = kit.button("To a job", "Write a job folder for each selected run. You can start a job on any machine", toJob);
+    const cell = kit.button("To a cell", "Write a %%distributed cell for each selected strategy", toCell);
+    const job = kit.button("To a job", "Write a job folder for each run that the button Run would start. You can start a job on any machine", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
     const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "Cells for the selection", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });
@@ -64,7 +64,7 @@ SECTIONS.push({
       const put = insertCells(app.store.model, app.root, cells);
       if (put) {
         area.hidden = true;
-        say(put === 1 ? "The code is in a new cell below. Run it there." : `The code is in ${put} new cells below. Run them there.`);
+        say(put === 1 ? "The code is in a new cell below. Run this cell." : `The code is in ${put} new cells below. Run these cells.`);
         return;
       }
       area.value = cells.join("\n\n");

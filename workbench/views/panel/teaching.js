@@ -45,7 +45,7 @@ SECTIONS.push((() => {
   function make(app, root) {
     const none = kit.h("p", { class: "wbp-empty" }, "Start a run first. Then you can look at its steps here.");
     const which = kit.field({ kind: "int", label: "Step number", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
-    const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
+    const again = kit.button("Play again", "Show again, one phase after the other, what was sent in this step", () => play(drawn, picture?.diagram));
     const hint = kit.h("span", { class: "wbp-muted" }, "Press \"Pause\" at the top of the panel, then \"One step\". Each step is shown here.");
     const step = frame("What happened in this step", "which worker sent what to which worker, with measured sizes and times");
     const blame = frame("Who waited for whom");

@@ -1,4 +1,4 @@
-"""Replaces `horovod.torch` for code written for Horovod, which can no longer be built.
+"""Replaces `horovod.torch` for code written for Horovod, if Horovod is not installed.
 
 All of it is `torch.distributed` over the present group, and is used only on engines. In reading
 order:

@@ -95,8 +95,8 @@ class Loader(importlib.abc.Loader):
         name = module.__name__.removeprefix("horovod").removeprefix(".")
         if name in _PARTS:
             raise LacksError(
-                f"Workbench has no replacement for {module.__name__}, and Horovod itself can no "
-                "longer be built.",
+                "Horovod is not installed, and Workbench has no replacement for "
+                f"{module.__name__}.",
                 allowed="horovod.torch",
                 next_step=_PARTS[name],
                 code="WB-FIT-184",

@@ -14,8 +14,8 @@ from ....shared import events
 from ...context import current
 
 NOTE = (
-    "Horovod itself can no longer be built, so Workbench replaces horovod.torch with its own "
-    "module. docs/training.md (Code written for Horovod) lists what works."
+    "Horovod is not installed, so Workbench replaces horovod.torch with its own module. "
+    "docs/training.md (Code written for Horovod) lists what works."
 )
 
 

@@ -48,20 +48,20 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         return f"{head} {_more(curve, best)}".rstrip(), True
     if not math.isfinite(best.low):
         return (
-            f"No certain verdict: {what} {rate}, but too few steps for a 95 % interval.",
+            f"No certain verdict: {what} {rate}, but there are too few steps for a 95 % interval.",
             None,
         )
     reason = reason_of(best.row, base)
-    head = "You should not distribute this training"
+    head = "You should not distribute this training: the fastest run with several workers"
     if base.workers > 1:
-        head = f"You should not use more than {base.workers} workers"
+        head = f"You should not use more than {base.workers} workers: "
+        head += "the fastest run with more workers"
     if best.high < 1:
-        return f"{head}: the best run, {gives}. {reason}".rstrip(), False
+        return f"{head}, {gives}. {reason}".rstrip(), False
     doubt = (
-        "This difference is smaller than the variation between the steps. More steps or seeds may "
-        "show a gain."
+        "The interval includes 1, so a gain is not certain. More steps or seeds may show a gain."
     )
-    return f"{head}: the best run, {gives}. {doubt} {reason}".rstrip(), False
+    return f"{head}, {gives}. {doubt} {reason}".rstrip(), False
 
 
 def _whose(curve: Curve) -> str:
@@ -93,8 +93,9 @@ def _more(curve: Curve, best: Point) -> str:
         return ""
     least, most = law.scale / law.high, law.scale / law.low
     return (
-        f"By Amdahl's law, {law.serial * 100:.0f} % of one worker's step cannot be divided "
-        "(communication and overhead included). So with any number of workers, the speed-up is at "
+        "By Amdahl's law, a part of the work is not divided among the workers (communication and "
+        f"overhead count too). This part takes {law.serial * 100:.0f} % of the time of a step with "
+        "one worker. So with any number of workers, the speed-up is at "
         f"most about {law.limit:.1f}x (95 % interval of this limit: {least:.1f}x to {most:.1f}x)."
     )
 
@@ -210,9 +211,10 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
     if made:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
-            f"The predictions come from {runs}. Runs with one worker are used only to find how the "
-            "work depends on the number of samples. The throughput of a new run lies in the "
-            "predicted interval with a probability of 90 %."
+            f"The predictions come from {runs}. Runs with one worker are used only for one "
+            "purpose: they show how the compute time of a worker depends on the number of its "
+            "samples. The throughput of a new run lies in the predicted interval with a "
+            "probability of 90 %."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():

@@ -129,8 +129,8 @@ def _models(c: Check, value: Any, name: str, rounds: int = 3) -> Floats:
         found.shape == (rounds, 9),
         f"For {rounds} rounds `{name}` returned a result of the shape {found.shape}, but its shape "
         f"must be {(rounds, 9)}.",
-        "return a list with one vector of 9 numbers for each round. The list must not begin with "
-        "the weights before the first round, which are zeros",
+        "return a list with one vector of 9 numbers for each round. The weights before the first "
+        "round are zeros: leave these zeros out of the list",
     )
     return found
 
@@ -207,7 +207,7 @@ def private(c: Check) -> None:
         "`clip` changed an update with a norm below the limit, or it changed its argument `update` "
         "in place.",
         "return a new tensor: `update` times min(1, limit / length). The limit is the argument "
-        "`norm`; the length is the norm of `update`",
+        "`norm`. The length is update.norm()",
     )
     c.expect(True, "`clip` keeps the direction and limits the norm", "")
     _noise(c, found, n)
@@ -219,7 +219,8 @@ def private(c: Check) -> None:
         c.need(
             math.isclose(seen, truth, rel_tol=1e-6),
             f"epsilon({z:g}, {t}, {delta:g}) returned {seen:.4g}, which is not right.",
-            "rho depends on the square of z and on the number of rounds; use the natural logarithm",
+            "section 8 has two formulas. Compute rho from `z` and `rounds`, and then compute "
+            "epsilon from rho and `delta`. Use the natural logarithm",
         )
     c.expect(True, "`epsilon` follows the formula", "")
 
@@ -239,9 +240,9 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
     asked = 1.5 * 2.0 / math.sqrt(n)
     c.need(
         abs(float(noise.std()) / asked - 1) < 0.03 and abs(float(noise.mean())) < 0.1 * asked,
-        "The noise of a branch has a wrong mean or a wrong standard deviation. With norm 2 and "
-        f"z = 1.5, the mean is {float(noise.mean()):.3g} and the standard deviation is "
-        f"{float(noise.std()):.3g}.",
+        "The noise of a branch has a wrong mean or a wrong standard deviation. With the arguments "
+        f"norm=2 and z=1.5, the noise has the mean {float(noise.mean()):.3g} and the standard "
+        f"deviation {float(noise.std()):.3g}.",
         "clip first, then add noise with the mean 0 and the standard deviation z * norm / "
         "sqrt(number of branches)",
     )
@@ -253,8 +254,8 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
     short = np.array([one[3] for one in drawn])
     c.need(
         abs(float(short.std()) / asked - 1) < 0.03,
-        "For an update of zeros, with norm 2 and z = 1.5, the noise of a branch has the standard "
-        f"deviation {float(short.std()):.3g}, which is not right.",
+        "The check called `private_update` with an update of zeros, norm=2 and z=1.5. The noise of "
+        f"a branch then has the standard deviation {float(short.std()):.3g}, which is not right.",
         "add noise to every update: the size of the noise depends on the arguments `norm` and "
         "`z`, but not on the numbers in the update",
     )
@@ -307,9 +308,9 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     sizes = noise.std(axis=(1, 2)) / (0.1 / math.sqrt(n))
     c.need(
         bool((np.abs(sizes - 1) < 0.45).all()) and abs(float(np.mean(sizes)) - 1) < 0.15,
-        "With z = 1, the noise in the messages to the office has a wrong standard deviation: in "
-        f"rounds 0 to {len(sizes) - 1} it is {', '.join(f'{one:.2f}' for one in sizes)} times the "
-        "right one.",
+        "With z = 1, the noise in the messages to the office has a wrong standard deviation. The "
+        f"standard deviation divided by the right value, for rounds 0 to {len(sizes) - 1}: "
+        f"{', '.join(f'{one:.2f}' for one in sizes)}.",
         "in each round, a branch adds its part of the noise once, before it sends the update",
     )
     c.need(
@@ -458,7 +459,8 @@ def secure(c: Check) -> None:
             not one[8][1][1] or turn + 3 in one[8][1][1],
             f"secure_sum(v, {turn + 3}, office) used the masks of the rounds {one[8][1][1]}, "
             f"but it must use the masks of round {turn + 3}.",
-            "a mask that is used twice does not stay secret: pass `number` on to `masked`",
+            "if a branch uses the same masks in two rounds, the office can subtract one message "
+            "from the other, and the masks cancel: pass `number` on to `masked`",
         )
     noise = np.array([floats(c, one[3], "masked", (2000,)) for one in found]) / _R
     uniform = np.abs(np.sort(noise, axis=1) - np.linspace(0, 1, 2000)).max()

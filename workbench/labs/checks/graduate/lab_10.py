@@ -238,9 +238,11 @@ def predicted(c: Check) -> None:
                 true = _true_s(*asked)
                 c.need(
                     math.isclose(found, true, rel_tol=1e-6, abs_tol=1e-9),
-                    f"exposed_s{asked} returned {found:.4g} s, but {true:.4g} s are exposed.",
-                    "go through the messages in order: when is each message ready, and when has "
-                    "the wire sent the previous message?"
+                    f"exposed_s{asked} returned {found:.4g} s, but the exposed time is "
+                    f"{true:.4g} s.",
+                    "go through the messages in order. When are the gradients of a message ready? "
+                    "When has the previous message arrived? The message begins at the later of "
+                    "these two times"
                     if way == "overlapped"
                     else "add one latency for each message, and the time to send all bytes",
                 )
@@ -356,7 +358,8 @@ def buckets(c: Check) -> None:
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
-            f"{case}. A parameter is missing, appears twice, or must not be in a bucket.",
+            f"{case}. A parameter is missing, a parameter appears twice, or a bucket has a "
+            "parameter that belongs in no bucket.",
             "put each parameter that needs a gradient into exactly one bucket, and put no frozen "
             "parameter into a bucket",
         )
@@ -435,7 +438,7 @@ def _trained(
             "the gradient of an earlier pass: send this .grad, and not zeros"
             if unused == "pass 2"
             else "in every backward pass, count how many gradients of a bucket have arrived. Do "
-            "not look at .grad to see this: a .grad can have old values from before this pass"
+            "not use .grad for this count: a .grad can have old values from before this pass"
             if keep or (quiet and limit != _SMALL)
             else "after two backward passes, each .grad must be the sum of both passes, averaged "
             "over the workers. So no_sync() must keep the gradients of the first pass in .grad"
@@ -504,10 +507,11 @@ def parallel(c: Check) -> None:
     earliest = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
     c.need(
         earliest >= 4,
-        "The check also used a model that calls its last module second. So some buckets are "
-        "complete before the first bucket, but their messages must wait until the message of the "
-        f"first bucket has begun. In one step, {earliest} of 7 messages began before the backward "
-        "pass reached the first layer. At least 4 must begin so early.",
+        "The check also used a model that calls its last module second. In this model, some "
+        "buckets are complete earlier than the first bucket. Their messages must wait until the "
+        "message of the first bucket has begun, because messages begin in the order of the "
+        "buckets. At least 4 of 7 messages must begin before the backward pass reaches the first "
+        f"layer. In one step, only {earliest} messages began so early.",
         "after you begin a message, look at the next bucket: if it is complete, begin its message "
         "too",
     )
@@ -536,8 +540,8 @@ def accumulating(c: Check) -> None:
     early = min(one[step] for one in told for step in (2, 6))
     c.expect(
         all(one[1] == one[5] == 7 for one in told) and early >= 4,
-        "the backward pass after no_sync() adds its gradients to the earlier gradients, and begins "
-        "to send these sums before it ends",
+        "the backward pass after no_sync() adds its gradients to the earlier gradients. Messages "
+        "with these sums begin before this pass ends",
         f"after no_sync(), two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters. "
         f"In one of these steps, {early} messages began before the backward pass reached the first "
         "layer. Each step must send 7 messages, and at least 4 of them must begin so early",
@@ -617,10 +621,10 @@ def best(c: Check) -> None:
         least = min(times.values())
         c.need(
             times[int(found)] <= least * (1 + 1e-9),
-            f"{case} returned {found:g}. With this number, "
-            f"{times[int(found)]:.4g} s are exposed, but with another number only {least:.4g} s.",
-            "try every number of blocks. The backward pass begins with the last block, and the "
-            "last bucket may be smaller. A message begins when its blocks have their gradients and "
-            "the previous message has arrived",
+            f"{case} returned {found:g}. With this number of blocks, the exposed time is "
+            f"{times[int(found)]:.4g} s. With another number of blocks, it is only {least:.4g} s.",
+            "try every number of blocks. The buckets are filled from the last block to the first, "
+            "and only the last bucket may hold fewer blocks. A message begins when its blocks have "
+            "their gradients and the previous message has arrived",
         )
     c.expect(True, "`best_blocks` returns a number of blocks with the shortest exposed time", "")

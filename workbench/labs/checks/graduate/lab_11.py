@@ -209,7 +209,8 @@ def held(c: Check) -> None:
                 math.isclose(found, parameters * _bytes(workers, stage), rel_tol=1e-9, abs_tol=4),
                 f"held_bytes({parameters:_}, {workers}, {stage}) returned {found:.6g}, which is "
                 "not the number of bytes that a worker holds.",
-                f"look at stage {stage} in the table: which of the three parts are divided by N? "
+                f"look at ZeRO stage {stage} in the table: which of the three parts are divided "
+                "by N? "
                 "Do not round the result",
             )
     c.expect(True, "`held_bytes` is right for every ZeRO stage", "")
@@ -237,7 +238,10 @@ def held(c: Check) -> None:
                 "of all parameters",
             )
     c.expect(
-        True, "stage 1 sends as many bytes as stage 0, and stage 3 sends 1.5 times as many", ""
+        True,
+        "with ZeRO stage 1, a worker sends as many bytes as with stage 0. With stage 3, it sends "
+        "1.5 times as many bytes",
+        "",
     )
 
 
@@ -467,10 +471,10 @@ def _divided(
     c.need(
         not other,
         f"Worker {rank} sent a tensor with {max(other, default=0)} numbers. But a worker may send "
-        f"only its part of the result and the gradient of the input, which have {whole} numbers "
-        "each.",
-        "do not send weights: apply CopyIn to the input, and SumOut to this worker's part of the "
-        "result",
+        "only two tensors: the tensor that it adds to the result, and its gradient of the input. "
+        f"Each of these two tensors has {whole} numbers.",
+        "do not send weights: apply CopyIn to the input, and SumOut to the tensor that this worker "
+        "adds to the result",
     )
     divided, last = (float(one) for one in parts[5])
     c.need(
@@ -480,15 +484,16 @@ def _divided(
         ),
         "The gradients of the parts differ from the gradients of the undivided layers.",
         "every weight and bias of a part must be a parameter with its own gradient. The backward "
-        "pass of SumOut must not add up gradients. Do not add bias / N to each part of the result: "
-        "otherwise each copy of the bias gets only 1/N of its gradient",
+        "pass of SumOut must not add up gradients. Do not add bias / N on each worker: otherwise "
+        "each copy of the bias gets only 1/N of its gradient",
     )
     c.need(
         off_later < 1e-10,
         f"After a step of SGD, the result on worker {rank} differs from the result of the "
         f"undivided layers by {off_later:.2g}.",
-        "add the whole bias once, on one worker. If each of N workers holds 1/N of the bias, each "
-        "part gets the full gradient, so a step changes the bias N times too much",
+        "add the whole bias once, on one worker. Suppose that each of N workers has the "
+        "parameter bias / N instead. Then each of these parameters gets the full gradient. So a "
+        "step changes their sum N times as much as it should",
     )
     c.need(
         bool(parts[6]),
@@ -586,8 +591,9 @@ def saved(c: Check) -> None:
     )
     c.need(
         float(net) == float(net_true),
-        f"For an MLP with 16 samples, `saved_bytes` returned {float(net):g}. But the input, the "
-        f"input of GELU and the output of GELU have {float(net_true):g} bytes in total.",
+        f"For an MLP with 16 samples, `saved_bytes` returned {float(net):g}. But the input of "
+        "the MLP, the input of GELU and the output of GELU have "
+        f"{float(net_true):g} bytes in total.",
         "autograd saves weights too, but they are not activations: do not count tensors with the "
         "data_ptr() of a parameter"
         if float(net) > float(net_true)

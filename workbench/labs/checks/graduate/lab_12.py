@@ -197,19 +197,19 @@ def feedback(c: Check) -> None:
                     "does Sender call the `pack` and `unpack` that it was given? Does it return "
                     "the mean over all workers?"
                     if not step
-                    else "what must be in the memory after a step?"
+                    else "what must self.error hold after a step?"
                     if used
-                    else "without feedback the memory must stay zero",
+                    else "without feedback, self.error must stay zero",
                 )
         for rank, worker in enumerate(found):
             error = floats(c, worker[place][1], "Sender.error", (size,))
             c.need(
                 bool(np.allclose(error, memory[rank], atol=EXACT)),
                 f"{words}: `error` of worker {rank} is wrong after {len(gradients)} steps.",
-                "for one worker, add up its messages of all steps and its memory after the last "
-                "step: the result must be the sum of its gradients"
+                "for one worker, add up its unpacked messages of all steps and its self.error "
+                "after the last step: the result must be the sum of its gradients"
                 if used
-                else "without feedback the memory must stay zero",
+                else "without feedback, self.error must stay zero",
             )
             begun = worker[place][4]
             c.need(
@@ -339,8 +339,8 @@ def equal_bytes(c: Check) -> None:
         c.need(
             math.isclose(seen, truth),
             f"loss_at({_CURVES[name]}, {budget}) returned {seen:g}, which is wrong.",
-            "take the last point with at most as many bytes as the budget, even if an earlier "
-            "point has a lower loss",
+            "look only at points whose bytes are not above the budget. Return the loss of the last "
+            "of these points, even if an earlier point has a lower loss",
         )
     c.need(
         c.call("loss_at", _CURVES["late"], 200) == math.inf,
@@ -384,9 +384,9 @@ def equal_bytes(c: Check) -> None:
             f"the run {name!r} sent as many bytes as 'dense'",
             f"in the run {name!r} all workers together sent {sent[name]:.0f} bytes, but in "
             f"'dense' they sent {sent['dense']:.0f} bytes",
-            "divide the bytes of 'dense' by the bytes that this run sends in one step: this is "
-            "the number of steps. For 'local', divide by the bytes of one round: this is the "
-            "number of rounds, and each round has 16 steps",
+            "for 'topk', the number of steps is the bytes of 'dense' divided by the bytes of one "
+            "step of 'topk'. For 'local', the number of rounds is the bytes of 'dense' divided by "
+            "the bytes of one round of 'local', and each round has 16 steps",
         )
     losses = {name: _final_loss(c, name) for name in sent}
     c.expect(

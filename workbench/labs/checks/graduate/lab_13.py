@@ -281,8 +281,8 @@ def laws(c: Check) -> None:
             abs(found - truth) < 1e-3,
             f"serial_share({workers}, {[round(s, 3) for s in step_s]}) returned {found:.4g}, "
             "which is not the serial share.",
-            "fit the straight line a + b/n: a is the time that remains with very many workers. If "
-            "the share is below 0, return 0. If it is above 1, return 1",
+            "fit step time = a + b * (1/n), a straight line in 1/n. The serial share is "
+            "a / (a + b). If the share is below 0, return 0. If it is above 1, return 1",
         )
     c.expect(True, "`serial_share` returns the serial share of the fitted line", "")
     for s, n in ((0.2, 4), (0.05, 64), (0.0, 8)):
@@ -302,7 +302,7 @@ def laws(c: Check) -> None:
             found == truth,
             f"most_workers({s}, {efficiency}) returned {found:g}, which is not the largest n "
             "with at least this efficiency.",
-            "the efficiency is the strong speed-up divided by n: compute it for n = 1, 2, 3, ...",
+            "the efficiency is strong_speedup(s, n) / n: compute it for n = 1, 2, 3, ...",
         )
     c.need(
         c.call("most_workers", 0.0, 0.5) == math.inf,
@@ -344,7 +344,8 @@ def prediction(c: Check) -> None:
         many.plan.workers >= WORKERS and steps >= STEPS,
         f"The run 'many' has {many.plan.workers} workers and {steps} steps. It needs at least "
         f"{WORKERS} workers and {STEPS} steps.",
-        f"run the recipe `two` on MANY workers ({WORKERS} or more) for {STEPS} steps",
+        f"run the recipe `two` on `MANY` workers for {STEPS} steps. The number `MANY` must be at "
+        f"least {WORKERS}",
     )
     c.need(
         many.plan.options.get("allreduce") == "recursive_doubling",
@@ -370,8 +371,8 @@ def prediction(c: Check) -> None:
         ),
         "`own_error` compares the run 'many' with your formula",
         f"`own_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
-        "compute c from the mean step time of `two` without step 0. The error is measured / "
-        "predicted - 1, without rounding",
+        "call `compute_from` with the mean step time of `two`, without step 0. The result is the "
+        "compute time c in your formula. The error is measured / predicted - 1, without rounding",
     )
     predicted = c.value("workbench_s")
     predicted_s = predicted.get(str(many.plan.workers)) if isinstance(predicted, dict) else None
@@ -386,7 +387,7 @@ def prediction(c: Check) -> None:
         "`workbench_error` compares the run 'many' with Workbench's prediction",
         f"`workbench_error` is {found:.3g}, which does not agree with `workbench_s` and the run "
         "'many'",
-        "take the value of `workbench_s` for MANY workers; the error is measured / predicted - 1",
+        "the predicted time is workbench_s[str(MANY)]. The error is measured / predicted - 1",
     )
 
 
@@ -402,7 +403,8 @@ def slowest(c: Check) -> None:
             math.isclose(found, truth, rel_tol=1e-6),
             f"expected_slowest({times}, {n}) returned {found:.4g}, which does not follow the "
             "formula.",
-            "sort the times; the weight of each time is the difference of two n-th powers",
+            "sort the m times. The weight of time number i, from 1 to m, is "
+            "(i/m)**n - ((i-1)/m)**n",
         )
     c.expect(True, "`expected_slowest` is right for 1, 2 and 16 workers", "")
     for values in (np.random.default_rng(1).normal(10.0, 2.0, 50), np.array([1.0] * 5 + [10.0])):
@@ -521,8 +523,9 @@ def cost(c: Check) -> None:
         and names == sorted(set(names))
         and not {"runs", "checkpoints"} & set(names),
         "`job_files` are the files of a job folder",
-        f"`job_files` has {len(names)} names, but names are missing, the list is not sorted, or it "
-        "has the names of subfolders",
+        f"the length of `job_files` is {len(names)}. At least one thing is wrong: a name is "
+        "missing, a name appears twice, the list is not sorted, or the list has the name of a "
+        "subfolder",
         "list the names of the files in the folder that to_job returns: sort the list, and leave "
         "out subfolders",
     )

@@ -468,8 +468,8 @@ def _theirs(
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
             note(
-                f"The callback {type(one).__name__} writes only on the lowest rank that uses the "
-                f"path {path}, because otherwise several workers would write to it."
+                f"On several workers, the callback {type(one).__name__} uses the path {path}. Of "
+                "these workers, only the worker with the lowest rank writes to this path."
             )
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 

@@ -323,8 +323,8 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = (
-                "Workbench cannot read a clock between the backward pass and the all-reduce, for "
-                "example because jit_compile is on"
+                "Workbench cannot measure when the backward pass ends and the all-reduce begins "
+                "(a possible reason: jit_compile is on)"
             )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 

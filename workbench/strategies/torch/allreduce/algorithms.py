@@ -36,10 +36,10 @@ def ring(flat: torch.Tensor, links: Links) -> None:
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
     Workstations, Journal of Parallel and Distributed Computing 69(2), 2009.
 
-    Each of the n workers divides its tensor into n chunks. In each round every worker sends a chunk
-    to the next worker, receives a chunk from the previous worker, and adds the received chunk to
-    its own chunk. After n-1 rounds each worker holds one chunk of the sum. In n-1 more rounds each
-    finished chunk is sent around the ring.
+    Each of the n workers divides its tensor into n chunks. In each round every worker sends one
+    chunk to the next worker and receives one chunk from the previous worker. It adds the received
+    chunk to its own chunk with the same index. After n-1 rounds each worker holds one chunk of the
+    sum. In n-1 more rounds each finished chunk is sent around the ring.
 
         reduce-scatter, n = 3                          all-gather
         worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
@@ -124,8 +124,8 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
     Let p be the largest power of two that is not above n. If n > p, each worker with a rank of p or
     more first sends its tensor to a worker with a rank below p. This worker adds the received
     tensor to its own tensor. At the end the worker with the lower rank sends the sum back. In each
-    round, two partners compute a + b and b + a, which are equal to the last bit. So all copies of
-    the sum are equal to the last bit.
+    round, one partner computes a + b and the other partner computes b + a. These two sums have
+    exactly the same bits. So all copies of the final sum have the same bits.
 
     Each worker with a rank below p sends the whole tensor log2(p) times, and once more if it sends
     the sum back to a worker with a higher rank. There are log2 p rounds, and two more if n > p.
@@ -158,10 +158,11 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
     Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
     (arXiv:1807.11205), "hierarchical all-reduce".
 
-    Links within a host are fast; links between hosts are slow. So the workers on one host form a
-    group. Each group adds up its tensors on one of its workers, the leader. The leaders run a ring
-    all-reduce. Then each leader sends the sum to its group. If there is only one host, a group is a
-    block of about sqrt(n) workers, so that you can see how the algorithm works.
+    Links within a host are fast; links between hosts are slow. So, with several hosts, the workers
+    of each host form a group. Each group adds up its tensors on one of its workers, the leader. The
+    leaders run a ring all-reduce. Then each leader sends the sum to its group. With only one host,
+    each group has about sqrt(n) workers with consecutive ranks, so that you can see how the
+    algorithm works.
 
         worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
                                 ├── ring ──┤

@@ -18,13 +18,15 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
   worker sends n-1 messages: first its own numbers, then the numbers that it received from the
   previous worker.
 - `powersgd:R`: for each gradient matrix M, shape (m, k), two smaller matrices are sent: P, shape
-  (m, R), and Q, shape (k, R). The product P Q^T approximates M. P and Q come from one step of power
-  iteration (repeated multiplication with M), which begins with the Q of the previous training step,
-  here called Q_0. Worker r has the matrix M_r. P is mean(M_r Q_0), made orthonormal, and Q is
-  mean(M_r^T P). Both products are linear in M_r, so an all-reduce can average them. Vectors are
-  sent without compression. A matrix is also sent without compression if R (m + k) is at least m k.
+  (m, R), and Q, shape (k, R). The product P Q^T approximates M. Worker r has the matrix M_r, and M
+  is the mean of these matrices. Let Q_0 be the Q of the previous training step. P is mean(M_r Q_0),
+  made orthonormal. Q is mean(M_r^T P). (This is one step of the power iteration, a method that
+  multiplies with M again and again.) M_r Q_0 and M_r^T P are linear in M_r, so an all-reduce can
+  average them. Vectors are sent without compression. A matrix is also sent without compression if R
+  (m + k) is at least m k.
 
-The time that the compression takes counts as transfer.
+The time for the compression is a part of the communication time (sync wait and transfer), not of
+the compute time.
 """
 
 from __future__ import annotations

@@ -361,7 +361,8 @@ class Guard:
                 seen=f"{len(named)} parameters with requires_grad on rank "
                 f"{self._context.spec.rank} at step {self._context.step}",
                 allowed="the same parameters on every worker",
-                next_step="freeze, unfreeze and add layers at the same step on every rank",
+                next_step="if your code freezes, unfreezes or adds layers, make this change at the "
+                "same step on every rank",
                 code="WB-FIT-112",
             )
         if not same:
@@ -455,8 +456,9 @@ class Guard:
             seen=f"step {self._context.step}: parameter {name} differs {amount} between "
             f"{who}{', '.join(map(str, odd))} and rank {members[values.index(usual)]}",
             allowed="equal parameters on all workers after each step",
-            next_step="change parameters only through the loss and the optimizer of the run, in "
-            "the same way on every rank; use the same random seed on all ranks",
+            next_step="compute gradients only from the loss of the run, and change parameters only "
+            "with the optimizer of the run. Do both in the same way on every rank. Use the same "
+            "random seed on all ranks",
             code="WB-FIT-113",
         )
 
@@ -571,7 +573,8 @@ class TrainedSets:
             seen=f"rank {self._rank} {' and '.join(done) or 'changed its model'}; "
             f"{who} did not do the same",
             allowed="the same requires_grad on every worker",
-            next_step="freeze and unfreeze at the same step on every rank",
+            next_step="if your code freezes or unfreezes parameters, make this change at the same "
+            "step on every rank",
             code="WB-FIT-154",
         )
 

@@ -209,7 +209,7 @@ def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
         if any(id(item) in owned for item in items):
             raise FitError(
                 "The strategy cannot divide this optimizer's parameters, because the optimizer "
-                "stores them not only in param_groups.",
+                "also stores them outside param_groups.",
                 seen=f"the attribute {name} of {type(optimizer).__name__}",
                 allowed="optimizers that have their parameters only in param_groups",
                 next_step="pass a function that builds the optimizer: optimizer=lambda p: "

@@ -57,6 +57,7 @@ class Loop(Protocol):
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     others: list[torch.nn.Module]
+    other_optimizers: list[torch.optim.Optimizer]
     optimizers_under_way: list[torch.optim.Optimizer]
 
     @property
@@ -115,11 +116,14 @@ class LoopHealing:
         loop = self._loop
         if self.source is None:
             return "wb.prepare was called without a loader, so the loop makes its own batches"
-        if missing := [m for m in loop.others if not any(m is kept for kept in self._kept)]:
-            return (
-                f"the loop uses a second model ({type(missing[0]).__name__}) that is not in "
-                "wb.prepare(..., keep=[...])"
-            )
+        kept = {id(thing) for thing in self._kept}
+        pairs = (("model", loop.others), ("optimizer", loop.other_optimizers))
+        for kind, things in pairs:
+            if missing := [thing for thing in things if id(thing) not in kept]:
+                return (
+                    f"the loop uses a second {kind} ({type(missing[0]).__name__}) that is not in "
+                    "wb.prepare(..., keep=[...])"
+                )
         scheduled = hasattr(loop.optimizer.step, "_wrapped_by_lr_sched")
         if scheduled and not any(
             getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept

@@ -117,6 +117,7 @@ class OwnLoop:
         self._sent_bytes, self._weighted = sent_bytes, weighted
         self._communicates = communicates or overlapped
         self.others: list[torch.nn.Module] = []
+        self.other_optimizers: list[torch.optim.Optimizer] = []
         self._in_backward = False
         self.optimizers_under_way: list[torch.optim.Optimizer] = []
         self._trains: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
@@ -320,9 +321,10 @@ class OwnLoop:
         gradients.timer, self._sent_bytes = self.timer, gradients.sent
         self._undo.append(gradients.let_go)
 
-    def wrap_another_loop(self, model: torch.nn.Module) -> None:
+    def wrap_another_loop(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add another model to the loop; its optimizer does not end steps."""
         self.others.append(model)
+        self.other_optimizers.append(optimizer)
         self._undo.append(give_no_sync(model, self._together))
 
     def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -562,6 +564,7 @@ class OwnLoop:
         self._complete, self._sent_bytes = lambda result: None, NAN
         self._reductions = self._guard = self.healing = None
         self.others.clear()
+        self.other_optimizers.clear()
         self.optimizers_under_way.clear()
 
 

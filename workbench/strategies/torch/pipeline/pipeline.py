@@ -395,8 +395,8 @@ def uneven(samples: int, whole: int, *, last: bool = True) -> FitError:
         "microbatches.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole} samples",
-        next_step=f"{change}; or make the model return its output and pass loss= to wb.fit (then "
-        "batches can have any size)",
+        next_step=f"{change}. Or pass loss= to wb.fit, and make the model return its output "
+        "instead of the loss (then batches can have any size)",
         code="WB-FIT-144",
     )
 

@@ -1,39 +1,43 @@
 """Each part of the parameters is on two servers: either server can die, and no step is lost.
 
     workers -- push --> server s             takes the step, and answers
-                           | update           when its copy has taken it too
+                           | update           when the copy server has taken it too
                            v
-                        server s+1           holds the copy, on a separate thread
+                        server s+1           the copy server: a separate thread holds the copy
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
 Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3 (a second server
 receives only the sum of the workers' gradients).
 
-The servers form a ring: each server holds its own part and a copy of the part of the server before
-it. If there is only one part, the second server holds only the copy. In a synchronous step, a
-server sends only one gradient to the server that holds the copy: the sum over all workers. In
-asynchronous training there is no sum, so it sends the gradient of every push.
+The servers form a ring. Each server holds its own part of the parameters. It also holds a copy of
+another part: the part that belongs to the previous server in the ring. If there is only one part,
+the second server holds only the copy.
 
-Below, "the copy" means the server that holds the copy. In each step, a server sends its copy the
-gradient of the step, a list of the pushes in this step, and the optimizer's settings if they have
-changed. The copy's optimizer takes the same step. So the copy has the same parameters, optimizer
-state and version as the server, to the last bit. The server answers a worker only after the copy
-has confirmed the step.
+Below, "the server" of a part is the server to which the part belongs. "The copy server" is the
+server that holds the copy of this part. In each step, the server sends the gradient of the step and
+a list of the step's pushes to the copy server. If the optimizer's settings have changed, it sends
+them too. In a synchronous step, the gradient is the sum over all workers. In asynchronous training
+every push is a step, so the server sends the gradient of every push.
 
-In a synchronous step, a push waits until the pushes of all workers have arrived. The copy does not
-receive a push that waits. If the server dies, the worker sends this push again, because the push
-has no answer yet. Under `parameter_server` with `max_staleness`, only the answer to a push waits:
-the server and the copy have already taken the step.
+The copy server takes the same step. So the copy has the same parameters, optimizer state and
+version as the original, to the last bit. The server answers a worker only after the copy server has
+confirmed the step.
 
-    the server dies   the copy first receives everything that the server had sent, then it answers
-                      the workers. Each worker connects to the copy and repeats the requests that
-                      have no answer. Pushes have numbers, so no push counts twice.
-    the copy dies     the server continues alone.
-    both die          the workers' links end, so the run ends (or continues from its last
-                      checkpoint).
+In a synchronous step, a push waits until the pushes of all workers have arrived. The copy server
+does not receive a push that waits. If the server dies, the worker sends this push again, because
+the push has no answer yet. Under `parameter_server` with `max_staleness`, only the answer to a push
+waits: the server and the copy server have already taken the step.
 
-When one of the two servers of a part has died, no other server gets a copy of this part. So for
-each part, a run survives the death of only one server.
+    the server dies       the copy server first receives everything that the server had sent, then
+                          it answers the workers. Each worker switches to the copy server and
+                          repeats the requests that have no answer. Pushes have numbers, so no
+                          push counts twice.
+    the copy server dies  the server continues alone.
+    both die              the workers' links end, so the run ends (or continues from its last
+                          checkpoint).
+
+When one of the two servers of a part has died, no other server gets a copy of this part. The run
+survives as long as each part still has one of its two servers.
 """
 
 from __future__ import annotations

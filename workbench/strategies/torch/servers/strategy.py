@@ -225,7 +225,8 @@ class Served(Strategy):
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
             "This strategy does not support loss scaling. Loss scaling skips a step if gradients "
-            "overflow. Each worker decides this alone, so the workers would skip different steps.",
+            "overflow. Each worker would decide alone whether to skip a step, so the workers would "
+            "skip different steps.",
             seen=seen,
             allowed="precision bf16, which needs no scaling; fp16 with the strategies "
             "`mirrored`, `sharded`, `local_sgd`, `gossip`",
