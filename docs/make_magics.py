@@ -30,9 +30,10 @@ CODE = re.compile(
 CLUSTER: dict[str, tuple[str, str]] = {
     "action": ("`status`", "%cluster"),
     "values": (
-        "`start`: 2 engines. With `--on`: as many engines as this flag names. With `--nodes` and "
-        "`--gpus-per-node`: one engine for each GPU. With only `--nodes`: one engine for each "
-        "node. For other actions see the table of actions",
+        "`start`: 2 engines. With `--on`: the sum of the numbers after the hosts' names; a host "
+        "without a number counts as 1. With `--nodes` and `--gpus-per-node`: one engine for each "
+        "GPU. With only `--nodes`: one engine for each node. For other actions see the table of "
+        "actions",
         "%cluster start 4",
     ),
     "--devices": ("`auto`", "%cluster start 2 --devices cpu"),
@@ -86,8 +87,9 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "stacks": ("%cluster stacks", "shows the current call stack of every thread of every engine"),
     "debug": (
         "%cluster debug",
-        "opens a debugger for a paused engine; if no engine is paused, for the engine that failed "
-        "first; with an id (`%cluster debug 1`), for the engine with this id",
+        "opens a debugger for a paused engine. If no engine is paused, the debugger is for the "
+        "engine that failed first. With an id (`%cluster debug 1`), it is for the engine with "
+        "this id",
     ),
     "free": (
         "%cluster free",

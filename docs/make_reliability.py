@@ -62,13 +62,18 @@ FAULTS = {
     "one rank raises under TensorFlow's multi-worker mirrored": (
         "one rank raises an error under TensorFlow's `multi_worker_mirrored`"
     ),
-    "a worker is SIGKILLed: named": "a worker receives SIGKILL: time until a message names it",
-    "a server is SIGKILLed: named": "a server receives SIGKILL: time until a message names it",
+    "a worker is SIGKILLed: named": (
+        "a worker receives SIGKILL (measured: the time until a message names the worker)"
+    ),
+    "a server is SIGKILLed: named": (
+        "a server receives SIGKILL (measured: the time until a message names the server)"
+    ),
     "a worker is SIGKILLed: replaced, first step after it": (
-        "a worker receives SIGKILL and is replaced: time until the next step"
+        "a worker receives SIGKILL and is replaced (measured: the time until the next step)"
     ),
     "a worker is SIGKILLed: the others go on, first step after it": (
-        "a worker receives SIGKILL and the other workers continue: time until the next step"
+        "a worker receives SIGKILL and the other workers continue (measured: the time until "
+        "the next step)"
     ),
     "Stop while a rank's data hangs and the others wait in all_reduce": (
         "the run is stopped while the data loading of one rank hangs and the other ranks wait in "
@@ -168,7 +173,7 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
         return "—" if row["median"] is None else f"{row['median']:g}"
     says = "; ".join(row["says"]).replace("cell marked ", "")
     if row["median"] is None:
-        return f"not within {row['limit_s']:g} s ({says})"
+        return f"more than {row['limit_s']:g} s ({says})"
     return seconds(row["median"]) + ("" if fault in ("starts", "answers") else f" ({says})")
 
 
@@ -203,8 +208,8 @@ def chaos(seeds: list[dict[str, Any]]) -> str:
     """Return the table of what became of rounds of random faults."""
     lines = [
         "| fault | rounds | time until the cell ends: median | worst | rounds in which the next "
-        "cell works immediately | rounds in which the next cell works after the action that the "
-        "message suggests | time until the next cell has ended: median | worst | rounds in which "
+        "cell works immediately | rounds in which the next cell works after the suggested "
+        "action | time until the next cell has ended: median | worst | rounds in which "
         "a check failed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -253,8 +258,8 @@ def a_class(found: dict[str, Any]) -> str:
     """Return the table of a class of notebooks, and what follows from it for a larger one."""
     ways = [found["with_turns"], found["without_turns"]]
     rows = {
-        "time until a notebook is ready: first, median, last": lambda one: " / ".join(
-            f"{one[f'{which}_ready_s']:.1f} s" for which in ("first", "median", "last")
+        "time until a notebook is ready: first notebook, median, last notebook": lambda one: (
+            " / ".join(f"{one[f'{which}_ready_s']:.1f} s" for which in ("first", "median", "last"))
         ),
         "memory (PSS) of all notebooks when they are ready": lambda one: (
             f"{one['idle_pss_mb'] / 1e3:.1f} GB"
@@ -286,12 +291,13 @@ def a_class(found: dict[str, Any]) -> str:
         f"measured: {STUDENTS} such notebooks need {STUDENTS} × {each_gb:.2f} GB = "
         f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
         f"{STUDENTS} / {one['notebooks']} × "
-        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. If twice as many "
-        f"cores need half the time, the last notebook is ready after about {server_s:.0f} s on "
-        f"{SERVER_CORES} cores. So for {STUDENTS} notebooks, use a machine with {SERVER_CORES} "
-        f"cores and {size_gb} GB. At least a quarter of the memory should stay free. Of the usual "
-        f"memory sizes (16, 32, 64, 128 GB, ...), {size_gb} GB is the smallest size that is large "
-        "enough.",
+        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores. Suppose that "
+        "twice as many cores need half the time. Then the last notebook is ready after "
+        f"{last_s:.0f} s × {one['cores']} / {SERVER_CORES}, about {server_s:.0f} s, on "
+        f"{SERVER_CORES} cores. At least a quarter of the memory should stay free, so the machine "
+        f"needs at least {STUDENTS * each_gb:.0f} GB / 0.75 = {STUDENTS * each_gb / 0.75:.0f} GB. "
+        f"The next usual memory size is {size_gb} GB. So for {STUDENTS} notebooks, use a machine "
+        f"with {SERVER_CORES} cores and {size_gb} GB.",
     ]
     return "\n".join(lines)
 

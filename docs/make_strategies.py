@@ -104,7 +104,7 @@ def overview(entries: Iterable) -> str:
 
 WAYS = {
     "fit": "`wb.fit`", "prepare": "`wb.prepare`", "keras": "`model.fit`",
-    "loop": "your own loop with `strategy`",
+    "loop": "your own loop with the variable `strategy`",
 }  # fmt: skip
 
 
@@ -174,13 +174,14 @@ def facts(entry) -> str:
     if entry.max_workers is not None:
         lines.append(f"- workers: at most {entry.max_workers}")
     if entry.servers_option:
-        lines.append(f"- servers: option `{entry.servers_option}` sets the number")
+        lines.append(f"- servers: the option `{entry.servers_option}` sets their number")
     elif entry.servers:
         lines.append(f"- servers: {entry.servers}, started automatically")
     if entry.copies_option:
-        lines[-1] += f"; with `{entry.copies_option}=2`, " + (
-            "each server also holds a copy of another server's part (if there is only one part, "
-            "Workbench starts a second server for the copy)"
+        lines[-1] += f". With `{entry.copies_option}=2`, " + (
+            "each server also holds a copy of another server's parameters and optimizer state. "
+            f"With `{entry.servers_option}=1`, Workbench then starts a second server, which holds "
+            "only the copy"
             if entry.servers_option
             else "Workbench starts a second server, which holds a copy of the parameters and the "
             "optimizer's state"

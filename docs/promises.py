@@ -27,8 +27,11 @@ PUSH = (
     "a new engine joins"
 )
 CLOSURE = "nothing: another worker repeats the dead worker's current step"
-REFUSED = "nothing: Workbench refuses `continue` before the run begins"
-NOT_DONE = "the run ends: it cannot continue without a server"
+REFUSED = "not possible: Workbench refuses `continue` before the run begins"
+NOT_DONE = (
+    "the steps since the last checkpoint (without a checkpoint: all steps). The run ends, because "
+    "it cannot continue without a server"
+)
 ENDS = (
     "the steps since the last checkpoint: the run ends, and you can resume it from this checkpoint"
 )
@@ -168,7 +171,7 @@ PROMISES: tuple[Promise, ...] = (
             _TF_SOME + "[continue]", "tensorflow"),
     Promise("multi_worker_mirrored", "", "worker", "replace", STEPS,
             _TF_SOME + "[replace]", "tensorflow"),
-    Promise("parameter_server", "", "worker", _ALL, CLOSURE, _TF_SPARED, "tensorflow"),
+    Promise("parameter_server", "", "worker", "stop", CLOSURE, _TF_SPARED, "tensorflow"),
     # A server dies.
     Promise("central_storage", "", "server", "continue", NOT_DONE, _NO_SERVER),
     Promise("central_storage", "", "server", "replace", STEPS, _SERVER + "[central_storage]"),

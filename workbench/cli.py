@@ -310,7 +310,7 @@ wrong."""
 def add_lab_commands(commands: Any) -> None:
     """Add the commands to the parser of `workbench`."""
     labs = commands.add_parser(
-        "labs", help="make the students' and the instructors' notebooks from the labs' sources"
+        "labs", help="make the students' and the instructors' notebooks from the sources of labs"
     )
     # An empty list is refused below, by an error with a next step.
     labs.add_argument("sources", nargs="*", type=Path, help="files lab_N.md")
@@ -354,8 +354,8 @@ def _add_grade(commands: Any) -> None:
     add("--disk", type=float, default=5.0, metavar="GB",
         help="limit for the size of all files that a notebook writes (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="number of notebooks that are graded at the same time (default 1; labs measure "
-             "times, and notebooks that run at the same time change these times)")  # fmt: skip
+        help="number of notebooks that are graded at the same time (default 1). A number above 1 "
+             "changes the times that labs measure")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the lab to which the notebook belongs)")  # fmt: skip
 
@@ -389,8 +389,8 @@ def check_opening(rest: list[str]) -> None:
         is_source = text.endswith(".md")
         if is_source or any(Path(text).glob(SOURCES)):
             raise PlanError(
-                "`workbench lab` opens JupyterLab. This command does not make notebooks from labs' "
-                "sources.",
+                "`workbench lab` opens JupyterLab. This command does not make notebooks from the "
+                "sources of labs (files lab_N.md).",
                 seen=text,
                 allowed="only flags of JupyterLab",
                 next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
@@ -402,7 +402,8 @@ def _check_sources(sources: list[Path]) -> None:
     """Refuse an empty list, and files that are not lab sources; name the right command."""
     if not sources:
         raise PlanError(
-            "`workbench labs` makes notebooks from labs' sources, but no source was given.",
+            "`workbench labs` makes notebooks from the sources of labs (files lab_N.md), but no "
+            "source was given.",
             allowed="files lab_N.md",
             next_step=f"workbench labs notebooks/solutions/lab_1.md; {OPENS}",
             code="WB-PLAN-019",

@@ -17,7 +17,7 @@ from workbench.engine.debugging.tracebacks import advice
             "torch.Size([1, 4])",
             "drop_last=True",
         ),
-        ("AttributeError: 'Sequential' object has no attribute 'module'", "write model"),
+        ("AttributeError: 'Sequential' object has no attribute 'module'", "`model.module`"),
         ("AttributeError: 'Net' object has no attribute 'modules_'", None),
         (
             "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer "

@@ -501,7 +501,7 @@ def test_a_notebook_has_the_report_as_a_table() -> None:
 
 def test_a_stage_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run_alone(["--gpu-test", "--on-cpu", "--only", "nonsense"]) == 2
-    assert "stage nonsense" in capsys.readouterr().err
+    assert "named nonsense" in capsys.readouterr().err
 
 
 def bare(*words: str) -> subprocess.CompletedProcess[str]:

@@ -307,17 +307,17 @@ def test_a_host_says_why_it_does_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_files, "SEE_S", 0.0)
     missing = engine_files.blind(str(tmp_path / "no" / "token"), "t")
     assert missing
-    assert "different" not in missing
-    assert "different" in engine_files.blind(str(tmp_path / "token"), "t")
+    assert "another folder" not in missing
+    assert "another folder" in engine_files.blind(str(tmp_path / "token"), "t")
     (tmp_path / "token").write_text("other")
-    assert "different" in engine_files.blind(str(tmp_path / "token"), "t")
+    assert "another folder" in engine_files.blind(str(tmp_path / "token"), "t")
     (tmp_path / "token").write_text("t")
     assert engine_files.blind(str(tmp_path / "token"), "t") == ""
     assert os.listdir(tmp_path) == ["token"]
 
 
 @pytest.mark.parametrize(
-    ("there", "says"), [("same", ""), ("other", "not the same"), ("", "start in")]
+    ("there", "says"), [("same", ""), ("other", "another folder"), ("", "start in")]
 )
 def test_a_host_without_the_notebooks_folder_is_named(tmp_path, monkeypatch, there, says):
     monkeypatch.chdir(tmp_path)

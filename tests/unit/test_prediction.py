@@ -259,7 +259,7 @@ def test_ticks_are_round_and_few(low: float, high: float, ticks: list[float]) ->
 def test_notes_stand_once_on_a_page_and_in_a_file_of_its_own() -> None:
     found = view.predict(ring_run(np.random.default_rng(11), A, B), [4, 64], scaling="weak")
     page, file = (re.sub(r"(?s)<desc.*?</desc>", "", text) for text in (found.html(), found.svg()))
-    (wide,) = [note for note in found.notes if note.startswith("64 workers")]
+    (wide,) = [note for note in found.notes if note.startswith("No run with 64")]
     assert page.count(wide[:30]) == 1
     assert page.count("With 64 workers") == 1
     assert file.count(wide[:30]) == 1

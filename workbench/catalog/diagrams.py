@@ -253,8 +253,8 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"Before a server answers the workers, it sends {what} to a second server, which has a "
-        "copy of the first server's parameters."
+        "A second server has a copy of each server's parameters. Before a server answers the "
+        f"workers, it sends {what} to the second server."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 

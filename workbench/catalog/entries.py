@@ -17,18 +17,19 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="number of microbatches into which a pipeline divides its batch; `none`: two for each "
-        "worker of the pipeline (fewer if the batch is small), or 1 with schedule=naive",
+        help="number of microbatches into which a pipeline divides its batch. `none` means twice "
+        "the number of the pipeline's workers (fewer if the batch is small), or 1 with "
+        "schedule=naive",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="number of stages on each worker, for schedule=interleaved and zero_bubble; `none`: "
-        "2 with interleaved, otherwise 1",
+        help="number of stages on each worker, for schedule=interleaved and zero_bubble; `none` "
+        "means 2 with interleaved, and otherwise 1",
     ),
     Option(
         "split_at", "str", None, optional=True,
-        help="layers at which a new stage begins, by name or number, for example 2,5 or "
-        "conv2,fc1; `none`: Workbench measures all layers and decides where each stage begins",
+        help="list of the layers at which a new stage begins: their names (conv2,fc1) or their "
+        "numbers (2,5). `none`: Workbench measures all layers and decides where each stage begins",
     ),
 )  # fmt: skip
 
@@ -40,7 +41,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="One worker does all the work. Other strategies are compared with this strategy.",
         module="workbench.strategies.torch.one_device:OneDevice",
         messages="workbench.catalog.step_messages:one_device",
-        suits="models that fit on one device, and the baseline of every comparison",
+        suits="models that fit on one device; a baseline for other strategies",
         shares_gpu=True,
         unhealed="the strategy has only one worker",
         source="Robbins and Monro, A Stochastic Approximation Method, 1951",
@@ -63,9 +64,9 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         sheds=True,
         exact_with=(("compress", "none"),),
-        loses="the steps since the last checkpoint. If the number of workers changes, a run with "
-        "compressed gradients also loses the compression errors, which would be added to the next "
-        "gradients",
+        loses="the steps since the last checkpoint. With compression, each worker keeps the part "
+        "of its gradient that it has not sent yet (the compression error), and adds this part to "
+        "its next gradient. If the number of workers changes, these parts are lost too",
         links=True,
         options=(
             Option(
@@ -120,8 +121,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="number of different servers on which each part of the parameters is "
-                "stored; with 2, one server can die and no step is lost",
+                help="how many servers store each part of the parameters; with 2, one server can "
+                "die and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
@@ -151,17 +152,17 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint. With `sync=false` it can lose more: all "
-        "workers continue at the step of the worker that saved the checkpoint. A worker that was "
-        "behind this worker then skips some of its steps. A worker that was ahead repeats some "
-        "steps",
+        loses="the steps since the last checkpoint. With `sync=false` the run can lose more, "
+        "because all workers continue at the step of the worker that saved the checkpoint. A "
+        "worker that had taken fewer steps then skips some steps. A worker that had taken more "
+        "steps repeats some steps",
         links=True,
         excludes=(
             ("sync", "max_staleness", "with sync=true, no gradient is stale"),
             ("sync", "staleness_aware_lr", "with sync=true, no gradient is stale"),
             ("sync", "pull_every", "with sync=true, workers pull the parameters in every step"),
             ("replicas", "consistency", "with consistency=snapshot, only server 0 knows which "
-             "version the other servers must send, so no other server can replace server 0"),
+             "version all servers must send. So no other server can replace server 0"),
         ),
         spares_workers=True,
         options=(
@@ -195,8 +196,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="number of different servers on which each part of the parameters is "
-                "stored; with 2, one server can die and no step is lost",
+                help="how many servers store each part of the parameters; with 2, one server can "
+                "die and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
@@ -231,9 +232,9 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "reshard", "bool", True,
-                help="removes large layers (at least unit_mb MB) from memory after the forward "
-                "pass, as ZeRO-3 does; `false`: these layers stay in memory until the backward "
-                "pass has used them",
+                help="`true`: after the forward pass, a worker keeps only its own part of each "
+                "large layer (at least unit_mb MB), as in ZeRO-3; `false`: the whole layers stay "
+                "in memory until the backward pass has used them",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -288,8 +289,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "stages", "int", None, minimum=1, maximum=4096, optional=True,
-                help="number of workers in one pipeline; `none`: 2 if the number of workers is "
-                "even, otherwise 1",
+                help="number of workers in one pipeline; `none` means 2 if the number of workers "
+                "is even, and otherwise 1",
             ),
             *_PIPELINE_OPTIONS,
         ),
@@ -304,7 +305,8 @@ TORCH: tuple[Strategy, ...] = (
         keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
         suits="models with wide layers, on workers with fast links",
-        unhealed="each worker holds a part of each layer, and no other worker has this part",
+        unhealed="each worker holds a part of each divided layer, and no other worker has this "
+        "part",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
         aliases=("tp", "megatron"),
         links=True,
@@ -319,8 +321,9 @@ TORCH: tuple[Strategy, ...] = (
                 "by columns; each worker keeps its part of the output. `row` divides the layer "
                 "by rows; the input is the divided output of a `col` or `heads` layer. "
                 "`gathered` divides the layer by columns; every worker gets the whole output. "
-                "`split_row` divides the layer by rows; the input is not divided. `heads` is the "
-                "same as `col`, for code that reshapes the output into attention heads",
+                "`split_row` divides the layer by rows; the input is not divided. `heads` divides "
+                "the layer like `col`; use `heads` if the code reshapes the output into attention "
+                "heads",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -353,23 +356,22 @@ TORCH: tuple[Strategy, ...] = (
         linear_only=True,
         links=True,
         excludes=(
-            ("fragments", "fraction", "`fraction` chooses new workers each time all parameters "
-             "have been averaged, but with `fragments`, only a part of the parameters is averaged "
-             "at a time"),
+            ("fragments", "fraction", "`fraction` chooses new workers after each average of all "
+             "parameters. With `fragments`, an average never contains all parameters"),
         ),
         rules="workbench.catalog.schedules:check_turns",
         options=(
             Option(
                 "every", "int", 8, minimum=1,
                 help="number of steps in a round; workers average all parameters once in each "
-                "round; the result is the same as on one device if every=1, the optimizer is SGD, "
-                "and all other options have their defaults",
+                "round. With every=1, the optimizer SGD and the defaults of all other options, the "
+                "result is the same as on one device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="what workers do at the end of a round; `average`: they continue from the "
-                "mean of their parameters; `nesterov`: they take one more step, with momentum, "
-                "towards this mean (DiLoCo); this step is called the outer step",
+                help="what workers do at the end of a round. `average`: they continue from the "
+                "mean of their parameters. `nesterov` (DiLoCo): they take one more step, with "
+                "momentum, towards this mean. This step is called the outer step",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
@@ -394,8 +396,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="alpha of the Dirichlet distribution that divides the samples of each class "
-                "among the workers; 0.1: very unevenly, 100: nearly evenly; `none`: evenly",
+                help="how evenly the samples of each class are divided among the workers: alpha of "
+                "a Dirichlet distribution. 0.1: very unevenly; 100: nearly evenly; `none`: evenly",
             ),
         ),
     ),
@@ -408,24 +410,24 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
         cadence="a worker waits only for its neighbours",
-        suits="many workers, if an all-reduce over their links is slow; experiments with replicas "
-        "that differ",
+        suits="runs with many workers, if an all-reduce over their links is slow; experiments with "
+        "replicas that differ",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
         heals=True,
-        dies_with="the dead worker's steps that its neighbours had not received yet, and the state "
-        "of its optimizer",
+        dies_with="the dead worker's steps whose result had not yet reached its neighbours, and "
+        "the state of the dead worker's optimizer",
         loses="the steps since the last checkpoint; if the number of workers changes, the run "
         "also loses the differences between replicas, because all replicas start from their mean",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="the workers with which a worker averages its parameters; `ring`: its two "
-                "neighbours in a ring; `exponential`: one other worker in each step, first 1 rank "
-                "away, then 2, then 4, ..",
+                help="the workers with which a worker averages its parameters. `ring`: its two "
+                "neighbours in a ring. `exponential`: in each step one other worker, at a distance "
+                "of 1 rank, then 2, then 4, .., then 1 again",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
@@ -450,7 +452,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One replica does all the work. Other strategies are compared with this strategy.",
         module="workbench.strategies.tensorflow.one_device:OneDevice",
         messages="workbench.catalog.step_messages:tensorflow_one_device",
-        suits="models that fit on one device, and the baseline of every comparison",
+        suits="models that fit on one device; a baseline for other strategies",
         shares_gpu=True,
         source="tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
         ways=_TENSORFLOW_WAYS,
@@ -479,8 +481,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
             Option(
                 "cross_device_ops", "choice", "auto",
                 choices=("auto", "nccl", "hierarchical", "reduce_to_one", "ring"),
-                help="how gradients are added up over the devices; `auto`: nccl on GPUs, "
-                "otherwise reduce_to_one; nccl and ring need GPUs",
+                help="how gradients are added up over the devices. `auto` is nccl on GPUs, and "
+                "reduce_to_one on other devices. nccl and ring need GPUs",
             ),
         ),
     ),
@@ -552,8 +554,9 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "split_at", "str", None, optional=True,
-                help="layers at which a new stage begins, by name or number, for example 2,5 or "
-                "conv2,fc1; `none`: Workbench chooses stages with similar numbers of parameters",
+                help="list of the layers at which a new stage begins: their names (conv2,fc1) or "
+                "their numbers (2,5). `none`: Workbench chooses stages with similar numbers of "
+                "parameters",
             ),
         ),
     ),
@@ -565,7 +568,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU (this strategy was never run on one; tests check only its error messages)",
+        suits="a TPU (this strategy was never run on a TPU; tests check only its error messages)",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,

@@ -80,8 +80,8 @@ def _gathered(layout: Layout) -> tuple[Phase, ...]:
         for a, b in zip(layout.ids, following, strict=True)
     )  # fmt: skip
     text = (
-        "The workers form a ring. The largest values of each worker's gradient, with their "
-        "positions, are sent around this ring, until every worker has the values of all workers."
+        "The workers form a ring. Each worker sends the largest values of its gradient, and their "
+        "positions, around this ring. At the end, every worker has the values of all workers."
     )
     return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
 
@@ -183,13 +183,13 @@ def sharded(layout: Layout) -> Parts:
     if layout.options["reshard"]:
         again = diagrams.scatter_ring(
             layout.ids, "weights", "U", "All-gather, backward",
-            "After the forward pass, the workers removed large layers from memory. Now the "
-            "workers gather these layers again.",
+            "After the forward pass, each worker kept only its own shard of each large layer. Now "
+            "the workers gather these layers again.",
         )  # fmt: skip
         units["U"] = (
             "bytes of all large layers together. A layer is large if it has at least unit_mb MB. "
-            "Workers remove large layers from memory after the forward pass, and gather them again "
-            "for the backward pass"
+            "After the forward pass, a worker keeps only its own shard of each large layer. For "
+            "the backward pass, the workers gather these layers again"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
@@ -299,9 +299,9 @@ def tensor_parallel(layout: Layout) -> Parts:
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "The backward pass of a pair of divided layers computes the gradient with respect to the "
-        "pair's input. Every worker has only a partial sum of this gradient. The workers add up "
-        "these partial sums.",
+        "In the backward pass, each pair of divided layers computes the gradient with respect to "
+        "the pair's input. Every worker has only a partial sum of this gradient. The workers add "
+        "up these partial sums.",
     )  # fmt: skip
     every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
@@ -311,12 +311,12 @@ def tensor_parallel(layout: Layout) -> Parts:
     )  # fmt: skip
     units = {
         "Y": (
-            "size in bytes of a pair's output for one batch, added up over all pairs. Two divided "
-            "layers form a pair"
+            "size in bytes, for one batch, of the outputs of all pairs of divided layers. Two "
+            "divided layers form a pair"
         ),
         "X": (
-            "size in bytes of the gradient with respect to a pair's input for one batch, added up "
-            "over all pairs. The input of the model needs no gradient and does not count"
+            "size in bytes, for one batch, of the gradients with respect to the inputs of all "
+            "pairs of divided layers. The input of the model needs no gradient and does not count"
         ),
         **N,
     }
@@ -341,10 +341,11 @@ def local_sgd(layout: Layout) -> Parts:
         holds = f"{_WHOLE}; the outer momentum; the parameters from the start of the round"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step changes the parameters that the workers had at the start of the round. "
-            f"The direction of this step is the mean change that {who} made in this round. The "
-            f"outer step uses learning rate {options['outer_lr']:g} and Nesterov momentum "
-            f"{options['outer_momentum']:g}. The outer step itself sends no messages."
+            "The outer step begins with the parameters from the start of the round. "
+            f"In this round, the parameters of {who} have changed. The mean of these changes is "
+            "the direction of the outer step. The outer step uses learning rate "
+            f"{options['outer_lr']:g} and Nesterov momentum {options['outer_momentum']:g}. The "
+            "outer step itself sends no messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
@@ -534,8 +535,8 @@ def tensorflow_model_split(layout: Layout) -> Parts:
     )
     formula = "A" if len(ids) > 1 else ""
     phases = (
-        Phase("Forward", "The stages compute one after the other. Each stage computes the whole "
-              "batch.", ids, diagrams.chain(ids, 1, backward=False), formula=formula),
+        Phase("Forward", "The stages compute one after the other. Each stage computes its layers "
+              "for the whole batch.", ids, diagrams.chain(ids, 1, backward=False), formula=formula),
         Phase("Backward", "The gradients of the activations are sent back, from stage to stage.",
               ids, diagrams.chain(ids, 1, backward=True), formula=formula),
         Phase("Optimizer", "Each device updates its own layers.", ids),

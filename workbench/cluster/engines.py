@@ -473,7 +473,7 @@ class Engines:
                 "The engines of this cluster end together with the notebook's kernel, so they "
                 "cannot be kept.",
                 seen=self._ground.why_not, code="WB-CLUSTER-008",
-                allowed="engines forked on this machine (--launcher local, on Linux)",
+                allowed="engines that Workbench forks on this machine (--launcher local, on Linux)",
                 next_step="remove --keep, and save the training with --checkpoint",
             )  # fmt: skip
         self.idle_timeout_s = idle_timeout_s

@@ -181,8 +181,8 @@ def start_keeper(
     assert process.stdout is not None
     if not process.stdout.readline():
         raise ClusterError(
-            "The rendezvous store (the process through which workers find each other) did not "
-            "start.",
+            "Workbench could not start the rendezvous store (the process through which workers "
+            "find each other).",
             seen=f"exit code {process.wait()}",
             next_step=f"run {sys.executable} -c 'import torch.distributed' to see why",
             code="WB-CLUSTER-017",

@@ -39,20 +39,20 @@ _RECIPES = {
         {"torch": digits.CNN_TORCH, "tensorflow": digits.CNN_TENSORFLOW},
     ),
     "char_transformer": _Written(
-        "Predicts the next character in Python's own source files, with a transformer of any "
-        "size. Takes less than a minute with the default parameters.",
+        "Predicts the next character in Python's own source files, with a transformer. You "
+        "choose its size. Takes less than a minute with the default parameters.",
         {"torch": transformer.TORCH, "tensorflow": transformer.TENSORFLOW},
         transformer.check,
     ),
     "recommender": _Written(
-        "Predicts how users rate items, with two embedding tables of any size. Takes a few "
-        "seconds with the default parameters.",
+        "Predicts how users rate items, with two embedding tables. You choose their size. "
+        "Takes a few seconds with the default parameters.",
         {"torch": recommender.TORCH, "tensorflow": recommender.TENSORFLOW},
         recommender.check,
     ),
     "tissue_cnn": _Written(
         "Classifies simulated microscope images of tissue (3 x 96 x 96) as healthy or abnormal, "
-        "with a residual network of any width. Takes less than a minute with the default "
+        "with a residual network. You choose its width. Takes less than a minute with the default "
         "parameters.",
         {"torch": tissue.TORCH, "tensorflow": tissue.TENSORFLOW},
         tissue.check,

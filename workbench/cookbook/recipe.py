@@ -127,7 +127,7 @@ class Recipe:
                     f"The value of `{name}` cannot be written as source code.",
                     seen=type(value).__name__,
                     allowed="numbers, text, True, False, None, and lists and dicts of these values",
-                    next_step="create this value inside the function",
+                    next_step="create this value inside the recipe's function",
                     code="WB-PLAN-033",
                 )
         return replace(self, parameters={**self.parameters, **values})

@@ -320,7 +320,7 @@ def _cpu_words(
     because = f" ({'; '.join(said)})" if said else ""
     others = f" Other choices: {'; '.join(ways)}." if ways else ""
     return (
-        f"Not enough GPUs can be used for {count}. Workbench found {have}{because}. So "
+        f"There are too few usable GPUs for {count}. Workbench found {have}{because}. So "
         f"{'all workers compute' if workers > 1 else 'the worker computes'} on the CPU.{others}"
     )
 
@@ -527,8 +527,8 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
-            allowed="only the GPUs that the engines have already used, because an engine cannot "
-            "change its GPUs"
+            allowed="this cluster can use only the GPUs that its engines have already used, "
+            "because an engine cannot change its GPUs"
             if bound
             else None,
             next_step="run %cluster restart to use other GPUs; all variables will be lost",

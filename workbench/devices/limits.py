@@ -412,9 +412,9 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     """
     if launcher == "local":
         return (
-            f"--listen {listen}: the traffic on this address is signed, but not encrypted. "
-            "All engines of this cluster are on this machine, so they do not need --listen. "
-            f"Remove --listen (see {PAGE})"
+            f"--listen {listen}: the traffic on this address is not encrypted, and only a part of "
+            "it is signed. All engines of this cluster are on this machine, so they do not need "
+            f"--listen. Remove --listen (see {PAGE})"
         )
     whose = "between workers" if encrypted else "of engines"
     return f"--launcher {launcher}: traffic {whose} is unencrypted. Use a private network ({PAGE})"

@@ -162,9 +162,10 @@ def trouble() -> str:
     if os.environ.get(VARIABLE) == "off" or _folder(make=True) is not None:
         return ""
     return (
-        f"Workbench cannot reserve GPUs, because {_path()} is not a folder that every user can "
-        "write to (mode 1777). So another notebook can use the GPUs of this notebook at the same "
-        "time. An administrator can create this folder or correct its mode."
+        "Workbench cannot reserve GPUs, so another notebook can use the GPUs of this notebook at "
+        f"the same time. For reservations, the folder {_path()} must exist, and every user must "
+        "be able to write to it (mode 1777). An administrator can create this folder or "
+        "correct its mode."
     )
 
 

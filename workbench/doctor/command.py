@@ -37,7 +37,11 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
         help="with --on: address, interface or network on which the notebook listens")  # fmt: skip
     add("--gpu-test", action="store_true",
         help="test whether Workbench works on this machine's GPUs, and write a report")  # fmt: skip
-    add("--on-cpu", action="store_true", help="with --gpu-test: use engines without a GPU")
+    add(
+        "--on-cpu",
+        action="store_true",
+        help="with --gpu-test: run all parts of the test on the CPU",
+    )
     add("--quick", action="store_true", help="with --gpu-test: run a shorter test")
     add("--only", metavar="PART[,PART]", default="",
         help="with --gpu-test: run only these parts of the test")  # fmt: skip
@@ -101,7 +105,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
     gpus_here = 0 if given.on_cpu else gpus.count() if given.gpus is None else given.gpus
     device = given.device or ("cuda" if gpus_here else "cpu")
     if not given.on_cpu and not gpus_here and not given.device:
-        print("No GPU was found, so no engine uses a GPU (as with --on-cpu).",
+        print("No GPU was found, so all engines use the CPU.",
               file=sys.stderr)  # fmt: skip
     stages = gpus.STAGES
     only = tuple(name for name in given.only.split(",") if name)

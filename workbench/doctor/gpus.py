@@ -551,7 +551,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
         return [
             whole(
                 "unknown",
-                f"not started, because the time limit of {asked.total_s:g} s was reached",
+                f"not started: less than 5 s were left of the time limit of {asked.total_s:g} s",
                 f"run only this part of the test: workbench doctor --gpu-test --only {stage.name}",
             )
         ]

@@ -397,8 +397,8 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, and ZeroMQ with CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "all traffic between the hosts. Connections to the rendezvous store, gloo, NCCL and "
-             "TensorFlow's gRPC need no password; Workbench's own connections need a password",
+             "all traffic between the hosts. Workbench's own connections need a password. "
+             "Connections to the rendezvous store, gloo, NCCL and TensorFlow's gRPC need none",
              f"use a private network, or a firewall around the hosts; see {SEE}"),
     ]  # fmt: skip
 
@@ -465,7 +465,7 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
     if back and all(one.startswith("127.") for one in back):
         return "fail", words, f"in /etc/hosts of {name}, give {mine} the address {here.address}"
     if any(one.startswith("127.") for one in known) and name not in ("localhost", "127.0.0.1"):
-        return "fail", words, f"in /etc/hosts of this machine, give {name} its own address"
+        return "fail", words, f"in /etc/hosts of this machine, give {name} its network address"
     if not back or not known:
         return (
             "warn",
@@ -526,7 +526,7 @@ def _shared(here: Host, host: Host) -> tuple[Any, ...]:
     finally:
         (folder / name).unlink(missing_ok=True)
     if seen == token:
-        return "ok", f"the host has the same folder {folder}"
+        return "ok", f"the host sees this machine's files in {folder}"
     return "warn", f"the host does not see this machine's files in {folder}", (
         f"checkpoints need one folder for all hosts: export {SHARED_VARIABLE}=/a/shared/folder"
     )  # fmt: skip
@@ -617,8 +617,8 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
                                   "own machine, because its engines need no ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both have the name {a.facts['hostname']}",
-                                  "give each host its own name: some programs cannot tell hosts "
-                                  "with equal names apart"))  # fmt: skip
+                                  "give each host its own name: some programs cannot "
+                                  "distinguish hosts with the same name"))  # fmt: skip
             else:
                 alike = (
                     "no, they are two containers on one machine; this is no problem, because each "

@@ -492,12 +492,14 @@ def warm(child: Child) -> None:
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked process cannot compute: {answer}",
                   "a module that is imported together with torch uses the GPU or starts threads. "
-                  "`python -X importtime -c 'import torch'` lists these modules: look for one that "
-                  "is not part of Python or PyTorch, and uninstall its package",
+                  "`python -X importtime -c 'import torch'` lists all modules that are imported "
+                  "together with torch. Look for a module that is not part of Python or PyTorch, "
+                  "and uninstall its package",
                   **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what,
-                  f"importing torch opens {opened[0]}, but a forked process can compute",
+                  f"importing torch opens the device file {opened[0]}, but a forked process can "
+                  "still compute",
                   "no action needed", **figures)  # fmt: skip
     else:
         child.say("ok", "machine.warm", what,

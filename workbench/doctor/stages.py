@@ -144,7 +144,7 @@ def devices(child: Child) -> None:
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
                 f"matrix products and convolutions on {title}",
                 f"largest relative difference from the CPU's results: {worst:.1e}; the computation "
-                f"took {seconds:.2f} s, including the start of the device",
+                f"took {seconds:.2f} s, including the time to initialise the device",
                 difference=worst,
             )  # fmt: skip
 

@@ -75,8 +75,9 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
                       f"{what}50 ms of delay added on rank 1 in `{where}`",
-                      f"rank 0 waits {wait:.1f} ms longer, rank 1 itself takes {own:.1f} ms "
-                      f"longer, rank 1 is the straggler in {seen['blamed']:.0%} of the steps",
+                      f"rank 0 waits {wait:.1f} ms longer than without the delay, and rank 1 "
+                      f"itself takes {own:.1f} ms longer; rank 1 is the straggler in "
+                      f"{seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
     if not child.asked["quick"]:
         with child.trying(f"{id}.link", f"{what}20 ms of delay added on every link"):
@@ -178,7 +179,7 @@ def checkpoints(child: Child) -> None:
     from ..notebook.session import resume
 
     place = places(child)[0]
-    what = f"{place.title}: 10 steps, then resumed from the checkpoint until step 20"
+    what = f"{place.title}: a run ends after 10 steps, and continues from its checkpoint to step 20"
     with (
         child.trying("checkpoints.resume", what),
         tempfile.TemporaryDirectory() as folder,
@@ -234,8 +235,8 @@ def memory(child: Child) -> None:
             before = [one.rss / 1e6 for one in idle]
             more = max(b - a for a, b in zip(before, rss, strict=True))
             child.say("ok" if more < 128 else "fail", "memory.free", what,
-                      "an engine's memory after `%cluster free`, minus its memory before it "
-                      f"allocated 256 MB: {more:.0f} MB (the largest value of all engines)",
+                      "each engine allocated 256 MB. After `%cluster free`, its memory differs "
+                      f"from before by {more:+.0f} MB (the largest value of all engines)",
                       more_mb=round(more, 1))  # fmt: skip
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)

@@ -324,16 +324,19 @@ def meeting_of(where: Surroundings) -> Meeting:
     key = os.environ.get(KEY, "")
     if len(key) < LEAST_KEY and (key or len(where.addresses) > 1):
         raise PlanError(
-            f"{KEY} proves that processes belong to one job, but the key is "
+            f"The key in the environment variable {KEY} is "
             + (
-                "too short."
+                "too short. With this key, processes prove that they belong to the same job."
                 if key
-                else "not set. TensorFlow's processes need the key to find each other."
+                else "missing. With this key, TensorFlow's processes find each other, and prove "
+                "that they belong to the same job."
             ),
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same key in each process, with at least {LEAST_KEY} characters",
-            next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
-            "once, and pass this key to all processes; `workbench run DIR` does both automatically",
+            next_step="run this command once: "
+            f"`export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))')`. Then "
+            "pass this key to all processes. `workbench run DIR` makes the key and passes it "
+            "automatically",
             code="WB-PLAN-192",
         )
     if where.world_size == 1:

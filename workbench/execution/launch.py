@@ -466,7 +466,8 @@ class Recoverer:
         try:
             if not left or set(dead) & set(launch.servers):
                 raise PlanError(
-                    "a run can continue only if at least one worker and all servers are alive",
+                    "the run can start again with fewer workers only if at least one worker and "
+                    "all servers are alive",
                     code="WB-PLAN-112",
                 )
             check_fewer(launch.plan, len(left))

@@ -393,8 +393,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
                 "the most steps); steps that Workbench recorded: 0",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that itself "
                 "uses torch.distributed",
-                next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader) "
-                "before the loop. Use wb.watch only if the loop itself uses "
+                next_step="put this line before the loop: `model, optimizer, loader = "
+                "wb.prepare(model, optimizer, loader)`. Use wb.watch only if the loop itself uses "
                 "DistributedDataParallel, FSDP or torch.distributed. Code that uses "
                 "Lightning or Accelerate can also run under %%distributed without a strategy, but "
                 "then Workbench records no steps",
@@ -459,8 +459,8 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
         elif backwards:
             missing = "the loop uses another model, optimizer or loader than wb.prepare returned"
             fix = (
-                "write model, optimizer, loader = wb.prepare(model, optimizer, loader), use this "
-                "model and this optimizer in the loop, and iterate over this loader"
+                "write `model, optimizer, loader = wb.prepare(model, optimizer, loader)`. In the "
+                "loop, use this model and this optimizer, and iterate over this loader"
             )
         return RunError(
             f"No step of the loop was recorded: {missing}.",
@@ -572,9 +572,9 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
         f"At the end of the cell, the model on {who} differs from the other copies, because the "
-        "cell did not change all copies in the same way. Workbench keeps rank 0's copy. If you "
-        "change the model, for example by loading its best weights, make the same change on every "
-        "rank, or make it on rank 0 after the run."
+        "cell did not change all copies in the same way. Workbench keeps rank 0's copy. A change "
+        "of the model, such as loading its best weights, must be the same on every rank. Or make "
+        "this change after the run, on rank 0."
     ]
 
 
@@ -600,7 +600,9 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     if not saved:
         text += ", from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":
-        text += f", from step {done.step} (the state of the worker that had done the most steps)"
+        text += (
+            f", from step {done.step}, with the state of the worker that had done the most steps"
+        )
     else:
         text += f", from the checkpoint of step {done.step}"
     text += "; "

@@ -340,8 +340,8 @@ class Prompt:
         if not others:
             patience = _spell(stop.patience_s)
             write_out(
-                f"(a rank that waits in a collective for rank {stop.engine} fails after "
-                f"{patience})\n"
+                f"(if another rank waits in a collective for rank {stop.engine}, the waiting rank "
+                f"fails after {patience})\n"
             )
 
     def _dropped(self, engine: int) -> None:
@@ -417,7 +417,8 @@ class Prompt:
             write_out(
                 f"(rank {engine} runs again and has not paused yet. Perhaps rank {engine} waits in "
                 f"a collective for the paused rank{'s' if len(others) > 1 else ''} "
-                f"{ranges(others)}; `all {line}` sends `{line}` to all paused ranks)\n"
+                f"{ranges(others)}. In this case, type `all {line}` to send `{line}` to all paused "
+                "ranks)\n"
             )
 
     def _tell(self, engine: int, line: str) -> Reply:

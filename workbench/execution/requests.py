@@ -550,9 +550,9 @@ class FarFiles:
                 told["resume_name"] = run.resume_from
         except (ClusterError, OSError) as error:
             step = (
-                f"if the disk of {host.name} is full, free some space in {host.facts.folder}, or "
-                "start the cluster with another folder (%cluster start --setup 'export "
-                "TMPDIR=...'). You can also save weights and checkpoints in a folder that the "
+                f"if the disk of {host.name} is full, free some space in {host.facts.folder}. "
+                "Or start the cluster with another folder: %cluster start --setup 'export "
+                "TMPDIR=...'. You can also save weights and checkpoints in a folder that the "
                 f"notebook's machine and {host.name} share at the same path. Then Workbench does "
                 "not have to send these files"
             )

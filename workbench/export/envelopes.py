@@ -506,7 +506,7 @@ def _of_kubernetes(
             or (kind == "trainjob" and not key)
         ):
             raise PlanError(
-                f"This form of a secret is not valid for `{kind}`.",
+                f"`{kind}` does not accept a secret that is written in this way.",
                 seen=secret,
                 allowed="SECRET:KEY, which sets the environment variable KEY"
                 + ("" if kind == "trainjob" else "; or SECRET, which sets a variable for each key"),
@@ -617,8 +617,8 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
             "The job's files are too large for ConfigMaps, which bring the files to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
-            next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'; "
-            "or, if the .whl file is the largest, use installed=True and an image with Workbench",
+            next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'. "
+            "Or, if the .whl file is large, use installed=True and an image with Workbench",
             code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]

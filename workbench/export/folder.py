@@ -312,8 +312,8 @@ def _portable_target(target: str) -> str:
     if bad or (where.startswith("/") and kind == "mlflow"):
         shown = where.partition("://")[0] + "://***" if "://" in where else "***"
         raise PlanError(
-            "The log target cannot be written to the job folder, because it may contain a secret "
-            "or a path of this machine.",
+            "Workbench does not write this address of --log into the job folder. The address may "
+            "contain a secret or a path of this machine.",
             seen=f"--log {kind}:{shown}",
             allowed="an address without user name, password or query (`?...`), not a local path",
             next_step="give only `--log mlflow:` (no address), and set the environment variable "
@@ -387,7 +387,7 @@ def _copy_weights(run: Path, goal: Path) -> None:
         raise PlanError(
             "The run in --init-from has no weights that can be sent with the job.",
             seen=run.name,
-            allowed="the folder of a finished run that contains weights.npz",
+            allowed="a finished run's folder that contains weights.npz",
             next_step="start from another run, or remove --init-from",
             code="WB-PLAN-212",
         )
@@ -536,9 +536,10 @@ def _recorded(plan: Plan) -> list[str]:
     lines = [
         "## Watch",
         "",
-        "Each start makes a folder: `runs/1`, `runs/2`, ... The new folder has the same data",
+        "Each start makes a folder: `runs/1`, `runs/2`, ... The new folder has the same kinds of",
+        "data as a run in a notebook: steps, events, logs, final weights. In a notebook, run:",
+        "",
     ]
-    lines += ["as a run in a notebook: steps, events, logs, final weights. In a notebook, run:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
     lines += ["This code shows the dashboard during the run and after it. If the notebook runs on "
     'another machine, use `"ssh://host/path"` as the path.', ""]  # fmt: skip

@@ -173,8 +173,8 @@ def packed_files(folder: Path) -> bytes:
             "The files that the cell reads are too large for ConfigMaps, which bring the files to "
             "the pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
-            allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB before compression; for the "
-            "compressed files, the limit is smaller",
+            allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB before compression. Workbench then "
+            "compresses these files. For the compressed files, there is a second, smaller limit",
             next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'",
             code="WB-PLAN-262",
         )

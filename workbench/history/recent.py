@@ -3,16 +3,16 @@
 Time in which no worker is inside a step is shortened. Otherwise a pause would fill the timeline,
 and the steps would be a few pixels wide.
 
-One rule decides whether a worker is slow, in all views. Workers are never equally fast in every
-step, so in each step some worker waits for another. The rule names a worker only if it costs the
-others time repeatedly. The steps are divided into `BLOCKS` stretches. In each stretch
-the two workers that caused the longest waits are compared. The lead of the first one is the
-difference of these waits in seconds per step. To be named, a worker must
+One rule decides whether a worker is slow, in all views. Workers are never equally fast, so there
+are waits even if no worker is slow. The rule names a worker only if it costs the others time
+repeatedly. The steps are divided into `BLOCKS` stretches. In each stretch the two workers that
+caused the longest waits are compared. The lead of the first one is the difference of these waits in
+seconds per step. To be named, a worker must
 
 - lead by more than 2 ms and a tenth of the step in half of the stretches (of fewer than `FEW` steps
   by more than 5 ms and a quarter),
 - lead at all in nine of ten,
-- cause four fifths of all waits in three of four.
+- cause four fifths of all waits in about three of four.
 
 A long pause affects one stretch only. The rule uses means of stretches because neighbouring steps
 are similar (batch means: Law and Kelton, Simulation Modeling and Analysis, section 9.5.3). The

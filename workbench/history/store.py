@@ -233,7 +233,8 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if self.stride > 1:
                 text = (
                     "During the run, Workbench could not write the steps to disk. Memory had room "
-                    f"for only one of every {self.stride} steps, so this copy has only these steps."
+                    f"for only one of every {self.stride} steps, so the other steps are missing in "
+                    "this saved run."
                 )
                 events.append(("note", {"text": text}))
         for rank in range(len(self.engines)):
@@ -607,10 +608,10 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     if meta and row_bytes != RECORD.itemsize:
         raise RunError(
             "The run was saved by another version of Workbench, in another format.",
-            seen=f"bytes for each recorded step: {row_bytes or 'unknown'}",
-            allowed=f"bytes for each recorded step: {RECORD.itemsize}",
-            next_step="load the run with the version that saved the run (the job folder of a job "
-            "contains the wheel file of this version)",
+            seen=f"format of the records: {row_bytes or 'unknown number of'} bytes for each step",
+            allowed=f"format of the records: {RECORD.itemsize} bytes for each step",
+            next_step="load the run with the version of Workbench that saved the run. If the run "
+            "was a job, the job folder contains the wheel file of that version",
             code="WB-RUN-039",
         )
     ranks = meta.get("ranks") or range(1 + max(disk.ranks_on_disk(folder), default=0))

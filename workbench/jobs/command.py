@@ -102,8 +102,8 @@ def add_job_commands(commands: Any) -> None:
         "place", metavar="PLACE", help="the run's folder or address, as for `workbench follow`"
     )
     control.add_argument("order", nargs="*", metavar="ORDER",
-        help="stop | preempt | interrupt | pause | resume | step [N] | inject [FAULT ...]; "
-             "interrupt does not wait for the end of the step")  # fmt: skip
+        help="stop | preempt | interrupt | pause | resume | step [N] | inject [FAULT ...]. "
+             "The order `interrupt` does not wait for the end of the step")  # fmt: skip
 
 
 def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
@@ -208,7 +208,7 @@ def order_of(words: Sequence[str]) -> Order:
         if do == known and not rest:
             return Order(known)
     raise PlanError(
-        "This is not an order for a run." if words else "No order for the run is given.",
+        "This is not an order that a run accepts." if words else "No order for the run is given.",
         seen=" ".join(words) or None,
         allowed="stop, preempt, interrupt, pause, resume, step [N], inject [FAULT ...]",
         next_step="write one of these orders, for example: workbench control PLACE pause",

@@ -90,7 +90,7 @@ def _wrong(order: Order) -> str:
     for text in order.faults:
         fault = parse_fault(text)
         if not all(map(math.isfinite, (fault.delay_s, fault.factor, fault.bytes_per_s))):
-            return "a fault has a value that is not finite"
+            return "a value of a fault is infinite or NaN"
     return ""
 
 

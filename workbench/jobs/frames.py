@@ -219,8 +219,8 @@ def far_put(folder: str, line: bytes) -> str:
         signed = base64.b64decode(line, validate=True)
         if not folder or os.path.islink(inbox) or len(signed) > 4096:
             return (
-                "the run's folder does not exist yet, its folder `control` is a link, or the order "
-                "is too long"
+                "either the run's folder does not exist yet, or its folder `control` is a link, or "
+                "the order is too long"
             )
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         handle = os.open(os.path.join(inbox, "." + name), flags, 0o600)
@@ -372,10 +372,13 @@ class Mirror:
         """
         name, at, text = frame.get("f"), frame.get("a"), frame.get("d")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(text, str):
-            raise ValueError("the job's records are damaged: a line does not name a file of a run")
+            raise ValueError(
+                "the job's records are damaged: in a line, the file name or the data is invalid"
+            )
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
             raise ValueError(
-                "the job's records are damaged: a line gives an invalid position in the file"
+                "the job's records are damaged: a line names a position in a file, but this "
+                "position is invalid"
             )
         data = _inflated(text)
         if at >= 0:

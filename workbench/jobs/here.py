@@ -96,14 +96,16 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     add(
         "--strategy",
         metavar="LINE",
-        help="use this flag if the file contains a cell; LINE is the text after %%%%distributed",
+        help="use this flag if the file contains the code of a %%%%distributed cell; LINE is the "
+        "text after %%%%distributed",
     )
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for the script's records; with --strategy, the job folder that is made from "
-        "the cell. Default: workbench-runs/NAME, where NAME is the file's name without .py",
+        help="folder for the script's records. With --strategy: the job folder that Workbench "
+        "makes from the file. Default: workbench-runs/NAME, where NAME is the file's name "
+        "without .py",
     )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
@@ -153,12 +155,12 @@ def run_here(given: argparse.Namespace) -> int:
     recorded = None if given.plain else given.out or _RUNS / what.stem
     if recorded is not None and is_job(recorded):
         raise PlanError(
-            "A script's records cannot be written into a job folder, because Workbench would not "
-            "find them there.",
+            "A script's records cannot be written into a job folder. Workbench looks there only "
+            "for the records of the job.",
             seen=str(recorded),
             allowed="a folder that is not a job folder",
-            next_step=f"use another folder with --out DIR; if {what.name} contains the "
-            "code of a %%distributed cell, add --strategy LINE (the text after %%distributed)",
+            next_step=f"use another folder with --out DIR. Or, if {what.name} contains the code "
+            "of a %%distributed cell, give --strategy LINE. LINE is the text after %%distributed",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)
@@ -221,11 +223,12 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
             "The text of --strategy is not allowed here: `workbench run` trains a cell once, under "
             "one strategy.",
             seen=f"--strategy {shlex.quote(given.strategy)}",
-            allowed="one strategy and its flags, without --seeds, --to-job and --plain. If you "
-            "also give -n to `workbench run`, leave -n out of this text, or give the same number",
+            allowed="one strategy and its flags, without --seeds, --to-job and --plain. If "
+            "`workbench run` itself has -n, the text of --strategy needs no -n. If both have -n, "
+            "the two numbers must be equal",
             next_step="workbench run --strategy 'mirrored --seed 1' "
-            f"{shlex.quote(given.what)} (write --out and --plain outside of the text, before "
-            "--strategy)",
+            f"{shlex.quote(given.what)} (write --out and --plain before --strategy, not between "
+            "the quotes)",
             code="WB-PLAN-261",
         )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))

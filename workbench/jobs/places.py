@@ -155,7 +155,7 @@ _WRONG = {
     "other": ("The folder is neither a run nor a job.", "give a folder with a run.json"),
     "absent": (
         "The job has no run with this number.",
-        "remove the number to follow the newest run",
+        "if you want the newest run, remove the number",
     ),
     "gone": ("The folder of the run no longer exists.", "follow the job again"),
     "shrank": (
@@ -172,11 +172,9 @@ def nowhere(place: str, jobs: Sequence[str] = ()) -> RunError:
     with contextlib.suppress(OSError, ValueError), os.scandir(above) as entries:
         folders_there = (one.name for one in itertools.islice(entries, 1000) if one.is_dir())
         beside = [one for one in folders_there if not found(os.path.join(above, one), "")[1]]
-    allowed = (
-        f"a run folder or a job folder; {above} contains: "
-        f"{', '.join(sorted(beside)[:20]) or 'none'}"
-    )
-    allowed += f"; a submitted job: {', '.join(jobs[-20:])}" if jobs else ""
+    allowed = f"a run folder{', a job folder or a submitted job' if jobs else ' or a job folder'}"
+    allowed += f". Folders of runs and jobs in {above}: {', '.join(sorted(beside)[:20]) or 'none'}"
+    allowed += f". Submitted jobs: {', '.join(jobs[-20:])}" if jobs else ""
     guess = nearest(os.path.basename(path), [*beside, *jobs])
     return _not_there("nowhere", path, allowed, f"did you mean {guess!r}?" if guess else "")
 
@@ -430,8 +428,8 @@ class SshPlace(_Streamed):
                 raise RunError(
                     "You cannot control this run: your user cannot read the run's secret key.",
                     seen=self.where,
-                    next_step="wait until the run has begun, and follow the run as the user who "
-                    "started the job",
+                    next_step="follow the run as the user who started the job. If you are this "
+                    "user, wait until the run has begun",
                     code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)
@@ -580,7 +578,7 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The command that sends your order (such as stop or pause) to the job failed. "
+                "The command for your order (such as stop or pause) failed. "
                 "Perhaps the job did not receive the order.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try the command in a terminal",

@@ -156,8 +156,8 @@ class Submitted:
         follow = self._follow()
         if follow is None:
             raise PlanError(
-                "job.follow() needs Workbench's notebook part, which this Python process has not "
-                "loaded.",
+                "job.follow() does not work in this Python process: the module "
+                "workbench.notebook.jobs has not been imported.",
                 seen=self.name,
                 next_step="run: import workbench as wb; wb.follow(job.place)",
                 code="WB-PLAN-244",

@@ -36,11 +36,12 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "the run's name; if the command reads several runs with this name, Workbench adds a "
-    "number to each of these names but the first: `train (2)`",
-    "name": "the run's name as it is, without the number that Workbench can add in the key `run`",
-    "place": "the place as you wrote it in the command; in the key `figures` of an `end` line, "
-    "this is the run folder",
+    "run": "the run's name. If the command reads several runs with the same name, the first run "
+    "keeps its name. Workbench adds a number to the names of the other runs: `train (2)`",
+    "name": "the run's own name. Unlike `run`, it never contains a number that Workbench added",
+    "place": "the place of the run, as you wrote it in the command. One exception: in the last "
+    "line of `workbench run --json` and `workbench follow --json`, the `place` inside the key "
+    "`figures` is the run folder",
     "folder": "the run folder that was read",
     "strategy": "the name of the strategy",
     "framework": "`torch` or `tensorflow`",
@@ -56,8 +57,9 @@ METRICS = {
     "workers": "number of workers",
     "steps": "number of steps that every worker completed; under asynchronous strategies, the "
     "number of steps of the worker with the most steps",
-    "warm_up_steps": "number of warm-up steps at the start of the run; `all_samples_per_s` "
-    "includes these steps, and all other rates, step times and `..._share` values leave them out",
+    "warm_up_steps": "number of warm-up steps at the start of the run. `all_samples_per_s` "
+    "includes these steps. All other rates, step times and `..._share` values do not include these "
+    "steps",
     "samples_per_s": "samples per second of all workers together, after the warm-up steps",
     "samples_per_s_low": "lower end of the 95 % interval of `samples_per_s`",
     "samples_per_s_high": "upper end of the 95 % interval of `samples_per_s`",
@@ -66,12 +68,13 @@ METRICS = {
     "step_median_s": "median duration of a worker's step in seconds, after the warm-up steps",
     "wall_s": "seconds from the start of the first step to the end of the last step, without "
     "pauses",
-    "data_wait_share": "part of a step's time in which the worker waits for data, 0 to 1",
-    "compute_share": "part of a step's time in which the worker computes",
-    "sync_wait_share": "part of a step's time in which the worker waits for other workers",
-    "bubble_share": "part of a step's time in which a stage of a pipeline has nothing to do",
-    "transfer_share": "part of a step's time in which the worker communicates",
-    "other_share": "the remaining part of a step's time",
+    "data_wait_share": "fraction of a step's time that the worker spends waiting for data, "
+    "from 0 to 1",
+    "compute_share": "fraction of a step's time that the worker spends computing",
+    "sync_wait_share": "fraction of a step's time that the worker spends waiting for other workers",
+    "bubble_share": "fraction of a step's time in which a stage of a pipeline has nothing to do",
+    "transfer_share": "fraction of a step's time that the worker spends communicating",
+    "other_share": "the remaining fraction of a step's time",
     "sent_bytes_per_step": "bytes that all workers together send in a step",
     "sent_bytes": "bytes that all workers have sent in the whole run",
     "memory_bytes_per_worker": "bytes of the model, the gradients and the optimizer state, on the "
@@ -92,8 +95,9 @@ PROGRESS = {
     "total_steps": "the total number of steps; null while it is unknown",
     "loss": "the loss of the latest step",
     "samples_per_s": "samples per second of all workers together, over the last few seconds",
-    "compute_share": "part of the workers' time in which they compute, 0 to 1",
-    "sync_wait_share": "part of the workers' time in which they wait for each other, 0 to 1",
+    "compute_share": "fraction of the workers' time that they spend computing, from 0 to 1",
+    "sync_wait_share": "fraction of the workers' time that they spend waiting for each other, "
+    "from 0 to 1",
     "slow_rank": "the rank of the worker for which the others wait; null if there is no straggler",
 }
 
@@ -376,9 +380,9 @@ def parse_condition(text: str) -> Condition:
         raise PlanError(
             "This is not a valid condition for --fail-if.",
             seen=text,
-            allowed="METRIC < NUMBER, or another comparison: <=, > or >=. The value of each run is "
-            "divided by the value of the first run. To compare the value itself, write "
-            """"abs" after the number""",
+            allowed="METRIC < NUMBER, or another comparison: <=, > or >=. NUMBER is compared with "
+            "a ratio: a run's value, divided by the value of the first run. To compare the value "
+            """itself, write "abs" after the number""",
             next_step='--fail-if "samples_per_s < 0.95"',
             code="WB-PLAN-251",
         )

@@ -302,7 +302,7 @@ class Check:
         if "late" in found:
             self.wrong(
                 f"The code on the engines did not end within {limit_s:g} s and was interrupted.",
-                "does every loop end? Does every receive have a matching send, in the same order? "
+                "does every loop end? Are the messages sent and received in the same order? "
                 "If no worker sends a message, the worker that should receive it waits forever",
             )
         if "values" not in found:

@@ -106,8 +106,8 @@ def _up_to_date(looking: Check, asked: Exercise) -> None:
         return
     looking.need(
         not ended.unread,
-        f"The cell of exercise {asked.number} is not valid Python: it raised {ended.error}, and "
-        "no line of this cell was run.",
+        f"The cell of exercise {asked.number} is not valid Python ({ended.error}), so no line of "
+        "this cell was run.",
         "correct the line that the error message shows, run the cell, and check again",
     )
     there = asked.cell == "the engines"
@@ -193,9 +193,9 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
     if old is not None and (len(old.worker_ids) > engines or old.keeping.kept):
         if old.keeping.kept:
             raise PlanError(
-                "This notebook's cluster was started with --keep, so you may still need the "
-                "variables on its engines. The lab would delete these variables, so the lab did "
-                "not begin.",
+                "This notebook's cluster was started with --keep, so its engines keep their "
+                "variables. You may still need these variables, and the lab would delete them. So "
+                "the lab did not begin.",
                 next_step="begin the lab in another notebook, or run %cluster stop first",
                 code="WB-PLAN-045",
             )

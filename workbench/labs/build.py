@@ -135,7 +135,7 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
     for cell in made.cells:
         if "check" in cell.metadata.get("tags", []) and not _passed(cell):
             raise WorkbenchError(
-                "A check does not pass with the solution.",
+                "The solution of an exercise does not pass the check of this exercise.",
                 seen=_plain(cell) or cell.source,
                 code="WB-GEN-004",
             )
@@ -362,8 +362,8 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
             raise PlanError(
                 "A block of a lab is not valid.",
                 seen=f"```python{block[1]}",
-                allowed="a block `unseen` or `lesson` has no number; a block `exercise`, "
-                "`solution`, `right`, `wrong` or `check` has the exercise's number. The block "
+                allowed="`unseen` and `lesson` have no number after them. `exercise`, `solution`, "
+                "`right`, `wrong` and `check` have the exercise's number after them. The block "
                 "`exercise` comes before the other blocks of its exercise, and its first line can "
                 "end with points=N",
                 code="WB-PLAN-053",

@@ -175,8 +175,9 @@ class Chooser:
                 code="WB-PLAN-316",
             )
         late = (
-            "The short runs reached their time limit. With a longer limit (`--probe-seconds`; in "
-            "wb.choose: `most_s`), the short runs measure more steps or more strategies.",
+            "The short runs reached their time limit. With a longer limit, the short runs measure "
+            "more steps or more strategies. To set the limit, use `--probe-seconds`, or `most_s` "
+            "in wb.choose.",
         )
         notes = found.notes if time.monotonic() < ends else (*found.notes, *late)
         found = replace(found, seconds=time.monotonic() - began, workers=self._workers, notes=notes)

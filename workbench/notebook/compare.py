@@ -336,9 +336,9 @@ class Calibration:
             f"Workbench trained a small network under `mirrored` on {workers} workers and delayed "
             f"worker 1 by {self.injected_ms:.0f} ms in each step. The first {SETTLE} steps are not "
             f"counted. The table is computed from the next {self.steps} steps.",
-            "For all workers except worker 1, the table shows the median of their sync waits in "
-            "these steps. In the column `measured`, the number after ± is half the distance "
-            "between the quartiles. "
+            "The first row of the table is for all workers except worker 1 together. It shows the "
+            "median of their sync waits in these steps. In the column `measured`, the number after "
+            "± is half the distance between the quartiles. "
             f"The error is the median minus the injected delay: {self.error_ms:+.1f} ms.",
         )
 

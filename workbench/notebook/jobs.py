@@ -402,12 +402,13 @@ def _planned(
         return _planned(registry.runs[what], strategy, args, asked)
     if not strategy:
         raise PlanError(
-            "There is no run with this name. If the text is a cell's source, it needs a strategy."
+            "There is no run with this name. If you passed a cell's source, add a strategy."
             if isinstance(what, str) and "\n" not in what
             else "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
-            allowed="a run, its name, or a plan; a cell's source or a function, with "
-            "strategy='mirrored'; in wb.submit also the path of a job folder",
+            allowed="a run, a run's name, or a plan. With a strategy (such as "
+            "strategy='mirrored'): a cell's source or a function. wb.submit also takes the path of "
+            "a job folder",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
             code="WB-PLAN-200",
         )

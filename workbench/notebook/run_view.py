@@ -297,6 +297,6 @@ def kept_words(keeping: Keeping) -> str:
         end = f"also ends when it is idle for {idle_words(idle_s)}"
     return (
         f"the cluster is kept as {name}: to use the cluster again, also in another notebook, run "
-        f"%cluster attach {name}\n"
-        f"%cluster stop or `workbench stop {name}` ends the cluster; the cluster {end}"
+        f"`%cluster attach {name}`\n"
+        f"to end the cluster, run `%cluster stop` or `workbench stop {name}`; the cluster {end}"
     )

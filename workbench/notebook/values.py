@@ -48,7 +48,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
             else f"--as {flags['--as']} for the variable {names[0]}",
             allowed="one name, such as --as a"
             if len(names) == 1
-            else f"{len(names)} names, separated by commas: for two names, --as a,b",
+            else f"{len(names)} names, separated by commas. Example with two names: --as a,b",
             code="WB-PLAN-135",
         )
     ids = _ids(cluster, flags)

@@ -61,8 +61,8 @@ def parse_link(text: object, latency: object = None) -> Link:
         raise PlanError(
             "The value of `link` is not valid.",
             seen=text,
-            allowed=f"forms such as {FORMS}; `bit` is bits per second, `B/s` is bytes per second, "
-            "and a time such as `2ms` is the latency",
+            allowed=f"forms such as {FORMS}. `Gbit` means gigabits per second, and `GB/s` means "
+            "gigabytes per second. A time such as `2ms` is the latency",
             code="WB-PLAN-285",
         )
     rate = float(matched[1]) * _UNIT[matched[2]] / (1.0 if matched[3] == "B/s" else 8.0)

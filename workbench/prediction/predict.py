@@ -479,16 +479,19 @@ class Knows:
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
-                f"The runs have {values} measured times (one for each worker and step). These are "
-                f"too few to show how long the slowest of {most} workers takes, so this time is "
-                "extrapolated. More steps improve the estimate."
+                f"The runs have {values} measured compute times: one for each worker in each "
+                f"step. These are too few to show how long the slowest of {most} workers takes. "
+                "So the time of the slowest worker is extrapolated. More steps improve the "
+                "estimate."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
                 f"All runs had {base.samples:g} samples per worker and step. The prediction "
-                f"assumes that 0 to {MOST_FIXED:.0%} of the computation time does not depend on "
-                "the number of samples. To measure this part, train a second run with another "
-                "--batch-size, and predict from both runs: wb.predict([run, other], ...)."
+                "assumes that a part of the compute time does not depend on the number of samples. "
+                "The size of this part is not known. The predicted interval takes all sizes from 0 "
+                f"to {MOST_FIXED:.0%} of the compute time into account. To measure this part, "
+                "train a second run with another --batch-size, and predict from both runs: "
+                "wb.predict([run, other], ...)."
             )
         if base.workers == 1:
             found.append(
@@ -501,10 +504,11 @@ class Knows:
             )
             if not known:
                 found.append(
-                    "All measured messages had the same size, so the fixed cost of a message and "
-                    "the cost of its bytes cannot be separated. The predicted interval takes all "
-                    "possible values of the two costs into account. Give link= and latency=, or a "
-                    "second run with messages of another size (-o compress=fp16)."
+                    "All measured messages had the same size. So Workbench cannot separate the "
+                    "fixed cost of a message from the cost that depends on its size. The predicted "
+                    "interval takes all possible values of the two costs into account. Give link= "
+                    "and latency=, or a second run with messages of another size "
+                    "(-o compress=fp16)."
                 )
         if self.fitted is None and link is not None and most > 1:
             found.append(
@@ -527,8 +531,9 @@ class Knows:
             found.append(
                 "For allreduce=auto the prediction uses the fastest algorithm."
                 if held
-                else "For allreduce=auto the prediction uses allreduce=backend, because the runs "
-                "had no simulated link."
+                else "The prediction can compare the all-reduce algorithms only if the messages "
+                "were measured on a simulated link. In these runs they were not. So for "
+                "allreduce=auto the prediction assumes allreduce=backend."
             )
         return found
 

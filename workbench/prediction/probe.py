@@ -29,7 +29,8 @@ LEAST_STEPS = 20
 """With fewer steps after warm-up, the tail and so a straggler cannot be estimated."""
 NOT_PREDICTED = {
     "hybrid": "Workbench does not know how one more worker changes the pipelines' stages",
-    "tensor_parallel": "Workbench does not know how more workers divide a layer's computation",
+    "tensor_parallel": "Workbench does not know how the computation of a layer would be "
+    "divided among more workers",
     "tpu": "Workbench does not know how the compiler would change a step on more TPU cores",
 }
 
@@ -242,8 +243,8 @@ def _check_whole(run: RunData) -> None:
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
-            "The injected faults or the number of workers changed during the run, so a prediction "
-            "cannot use all steps of the run.",
+            "Workbench cannot predict from this run, because the injected faults or the number of "
+            "workers changed during the run.",
             seen=f"run {run.name}: "
             + ("the injected faults changed" if changed else "workers left or joined"),
             next_step="predict from a run without such changes",

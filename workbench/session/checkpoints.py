@@ -74,8 +74,8 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     name = _name(plan.checkpoint)
     if resume_from:
         raise PlanError(
-            "The folder for new checkpoints already contains checkpoints, and this run does not "
-            "continue from the last of them. So old and new checkpoints would mix.",
+            "The folder for new checkpoints already contains checkpoints, but this run does not "
+            "continue from the last one. So old and new checkpoints would mix.",
             seen=f"{plan.checkpoint}: run {name or 'unknown'} at step {last.step}",
             next_step=f"wb.resume({plan.checkpoint!r}) continues from step {last.step}; or "
             "write to another folder with checkpoint='DIR'"

@@ -186,7 +186,8 @@ class PostMortem:
                 f"Engine {engine} has no traceback to inspect.",
                 allowed="an engine on which the last cell raised an error. An interrupt leaves no "
                 "traceback. The next cell or %cluster free deletes the traceback",
-                next_step="%cluster debug without a number opens the rank that failed first",
+                next_step="%cluster debug without a number opens the debugger for the engine that "
+                "failed first",
                 code="WB-RUN-076",
             )
         self.error = str(found["error"])
@@ -218,7 +219,7 @@ class PostMortem:
             raise RunError(
                 f"The traceback of engine {self.engine} was deleted, because another cell or "
                 "%cluster free ran after the failure.",
-                next_step="run the cell that failed again, then %cluster debug",
+                next_step="first run the failed cell again, then run %cluster debug",
                 code="WB-RUN-078",
             )
         return str(text)

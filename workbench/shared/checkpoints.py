@@ -226,7 +226,7 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
             "but does not restore each rank's own state, such as its random state"
         )
     return "; ".join(ways) or (
-        "there is no other intact checkpoint: start again with another --checkpoint DIR"
+        "the folder has no intact checkpoint: start again with another --checkpoint DIR"
     )
 
 
@@ -275,7 +275,7 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
         )
     if on_failure == "replace" and not folder:
         raise PlanError(
-            "A dead engine can be replaced only if the run writes checkpoints.",
+            "on_failure='replace' works only if the run writes checkpoints.",
             seen="on_failure='replace' without a checkpoint folder",
             next_step="add --checkpoint DIR",
             code="WB-PLAN-014",

@@ -177,7 +177,8 @@ def _project(kind: str, where: str) -> str:
         raise PlanError(
             "This is not a valid project name.",
             seen=_short(f"{kind}:{where}"),
-            allowed=f"{allowed}; each name with 1 to {PROJECT_LETTERS} characters, without {signs}",
+            allowed=f"{allowed}. Each name has 1 to {PROJECT_LETTERS} characters. These characters "
+            f"are not allowed: {signs}",
             next_step=f"--log {kind}:lessons",
             code="WB-PLAN-246",
         )

@@ -182,7 +182,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
     add(
         "--launcher",
         metavar="NAME",
-        help="start: how engines are started: local, ssh, slurm, mpi, or an ipyparallel launcher",
+        help="start: what launches the engines (local, ssh, slurm, mpi, or an ipyparallel "
+        "launcher)",
     )
     add(
         "--on",
@@ -220,8 +221,9 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         "--listen",
         dest="listen",
         metavar="WHERE",
-        help="engines on other hosts connect to this address of the notebook's machine: an IP "
-        "address, an interface, a network such as 10.0.0.0/8, or a host name",
+        help="engines on other hosts connect to this address of the notebook's machine. Give an IP "
+        "address, a host name, a network interface that has the address, or a network that "
+        "contains the address, such as 10.0.0.0/8",
     )
     add(
         "--ports",
@@ -244,7 +246,8 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         action="append",
         default=[],
         metavar="CMD",
-        help="debug: run this pdb command or expression, without a prompt; can be repeated",
+        help="debug: run this pdb command or expression, and open no prompt; you can give this "
+        "flag several times",
     )
     add("--port", metavar="P", help="debug: start debugpy on this loopback port; 0: any free port")
     add(
@@ -360,7 +363,7 @@ def check_window(window: Window | None, steps: int | None) -> None:
     raise PlanError(
         "--profile includes steps that the run does not have.",
         seen=f"{window[0]}:{window[1]} of {steps} steps",
-        allowed=f"START:STOP with a STOP of at most {steps}",
+        allowed=f"START:STOP, where STOP is at most {steps}",
         next_step=f"use --profile {last}:{steps}, or train for more steps",
         code="WB-PLAN-154",
     )

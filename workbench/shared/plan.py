@@ -230,8 +230,8 @@ def make_plan(
         raise PlanError(
             "--spares works only with --on-failure heal, and not with every strategy.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal (the default with --spares), in PyTorch with one of: "
-            + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
+            allowed="--on-failure heal (the default with --spares), in PyTorch, with one of these "
+            "strategies: " + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
             next_step="remove --spares, or use --on-failure heal with an allowed strategy",
             code="WB-PLAN-331",
         )
@@ -270,8 +270,8 @@ def plan_of(
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="one value for each flag. To try several values, use wb.sweep(...), "
-            "wb.queue().sweep(...), or a %%distributed line without --to-job",
+            allowed="one value for each flag. To try several values, use wb.sweep(...) or "
+            "wb.queue().sweep(...). Without --to-job, %%distributed also accepts several values",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
@@ -429,8 +429,8 @@ def _check_on_failure(
         raise PlanError(
             f"A run of strategy {entry.name} cannot heal after a worker's death: {why}.",
             seen="--on-failure heal",
-            allowed=f"`stop`; {'`continue`; ' * (count > 1 and not entry.one_engine)}"
-            f"`replace` with --checkpoint DIR; `heal` in PyTorch with one of: {able}",
+            allowed=f"--on-failure `stop`; {'`continue`; ' * (count > 1 and not entry.one_engine)}"
+            f"`replace` with --checkpoint DIR; `heal` in PyTorch, with these strategies: {able}",
             next_step="use --checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
         )

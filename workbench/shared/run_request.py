@@ -199,7 +199,8 @@ class RunRequest(RunSettings):
         trains=True,
         argument="parameters",
         read=several.pairs("A parameter", "-p layers=4"),
-        help="value for a parameter of the recipe: an argument of the recipe's function",
+        help="value for a parameter of the recipe (a parameter is an argument of the recipe's "
+        "function)",
         without="the default of each parameter",
         example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
@@ -221,7 +222,8 @@ class RunRequest(RunSettings):
         "--plot",
         "auto",
         choices=PLOTS,
-        help="how the live dashboard is shown; with `text` and `off`, comparisons have no chart",
+        help="how the live dashboard is shown. With `text` or `off`, a comparison of several runs "
+        "is shown only as a table",
         without="`auto`: the widget in a notebook, otherwise text",
         example="%%distributed mirrored --plot off",
     )
@@ -260,8 +262,8 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with the strategy `auto`: time limit in seconds for the short runs that compare "
-        "the strategies, all runs together",
+        help="with the strategy `auto`: total time limit, in seconds, of all short runs that "
+        "compare the strategies",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -272,7 +274,7 @@ class RunRequest(RunSettings):
         "",
         metavar="DIR",
         trains=True,
-        help="write a job folder and do not train here; the job can be started on any machine",
+        help="write a job folder and do not train here; the job can be started on another machine",
         without="the cell is trained here",
         example="%%distributed mirrored -n 2 --to-job job",
     )
@@ -490,7 +492,7 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
     raise PlanError(
         f"Strategy {entry.name} cannot give a slow worker a smaller share: {why}.",
         seen=f"--on-straggler {what}",
-        allowed=f"`wait`; in PyTorch also `{what}` with one of these strategies: "
+        allowed=f"`wait`; `{what}` is allowed only in PyTorch, with one of these strategies: "
         f"{', '.join(names)}",
         next_step="remove --on-straggler, or use an allowed value",
         code="WB-PLAN-325",
@@ -507,7 +509,7 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
         raise PlanError(
             f"Strategy {entry.name} cannot replace a slow worker during a run.",
             seen="--on-straggler replace",
-            allowed=f"`wait`{shed}; in PyTorch with strategy {able} also `replace`",
+            allowed=f"`wait`{shed}; `replace` is allowed only in PyTorch, with strategy {able}",
             next_step="remove --on-straggler, or use an allowed value",
             code="WB-PLAN-326",
         )

@@ -54,7 +54,7 @@ LOG_TAIL_LINES = 20
 LOOK_S = 1.0
 PATIENCE = 3
 """This many checks in a row must find a silent parent halted (SIGSTOP) before it is given up."""
-_NAME = "The warm parent, which forks engines,"
+_NAME = "The warm parent (the process that forks engines)"
 
 
 class WarmParent:
@@ -394,8 +394,8 @@ class WarmParent:
             halted = halted + 1 if is_halted(pid) else 0
             if halted >= PATIENCE:
                 raise ClusterError(
-                    f"The process that forks the engines (the warm parent, pid {pid}) was "
-                    "suspended by SIGSTOP.",
+                    f"The warm parent (pid {pid}) is suspended: it has received SIGSTOP. The warm "
+                    "parent is the process that forks the engines.",
                     next_step="%cluster restart",
                     code="WB-CLUSTER-023",
                 )
@@ -459,8 +459,8 @@ class WarmParent:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
             parent = (
-                "the process that forks engines: the warm parent (pid "
-                f"{end.pid}) ended with {end.text}"
+                "the warm parent (the process that forks engines; pid "
+                f"{end.pid}; ended with {end.text})"
             )
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
@@ -513,7 +513,7 @@ class WarmParent:
         if package := self.report.get("lacks"):
             step = f"repair {package} in the engines' Python environment, then {step}"
         elif "error" in self.report:  # it is not safe to fork
-            step = f"run %env {FORK}=off, so that engines are not forked, then {step[4:]}"
+            step = f"run %env {FORK}=off (engines are then not forked), then {step[4:]}"
         return ClusterError(
             f"{what}\n{tail}".rstrip(),
             next_step=step,

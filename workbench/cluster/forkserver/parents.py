@@ -274,8 +274,8 @@ class Store:
         self.stop()
         if not gone.wait(END_S):
             raise ClusterError(
-                "The rendezvous store (the process through which workers find each other) does "
-                "not end.",
+                "Workbench could not end the rendezvous store (the process through which workers "
+                "find each other).",
                 seen=f"pid {pid}, for {END_S:g} s",
                 next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-019",

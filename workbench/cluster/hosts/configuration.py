@@ -599,12 +599,13 @@ def _checked_options(one: Given, launcher: str) -> dict[str, str]:
         if name in TAKES.get(launcher, ()) or (launcher == SSH and not value):
             own = launcher != SSH or name in TAKES[SSH]
             raise PlanError(
-                f"The launcher's option {key} must be given with its own flag."
+                f"Workbench has its own flag for {key}, so {key} must not be an option of the "
+                "launcher."
                 if own
                 else f"The launcher's option {key} needs a value.",
                 seen=one.shown,
                 allowed=f"--{key} {value}".strip() if own else f"{key}=value, as for ssh -o",
-                next_step=f"remove {key} from the launcher's options, and use its own flag"
+                next_step=f"remove {key} from the launcher's options, and use Workbench's flag"
                 if own
                 else f"`man ssh_config` explains the option {key}",
                 code="WB-PLAN-182",

@@ -250,8 +250,8 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         return ClusterError(
             f"--devices asks for GPUs, but Workbench cannot use any GPU on {host.name}.",
             seen=error.seen,
-            allowed="on every host, at least one GPU that the driver reports; if "
-            "CUDA_VISIBLE_DEVICES is set on a host, this variable must contain the GPU",
+            allowed="on every host, at least one GPU that the driver reports. If "
+            "CUDA_VISIBLE_DEVICES is set on a host, it must contain at least one of these GPUs",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )

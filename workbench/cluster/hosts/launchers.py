@@ -120,8 +120,8 @@ def address_of(name: str) -> str:
             seen=f"{name}: {error}",
             allowed="a name that this machine can resolve, an address, or a host in ~/.ssh/config",
             next_step=f"run `ssh {name}` in a terminal. If ssh fails, correct the name. If ssh "
-            "works (for example through a jump host in ~/.ssh/config), add --listen ADDRESS to the "
-            "start of the cluster. ADDRESS is an address of this machine that the host can reach",
+            "works (for example through a jump host in ~/.ssh/config), start the cluster with "
+            "--listen ADDRESS. ADDRESS is an address of this machine that the host can reach",
             code="WB-CLUSTER-060",
         ) from error
 
@@ -266,8 +266,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             f"{what}: Python on the host cannot import Workbench.",
             seen=last.splitlines()[-1],
             next_step="install the notebook's version of Workbench on the host (pip install "
-            "'distributed-workbench[torch]'), or, if another Python on the host has "
-            "Workbench, give its path: --launcher-option python=/path/to/python",
+            "'distributed-workbench[torch]'). If another Python on the host has Workbench, give "
+            "the path of that Python instead: --launcher-option python=/path/to/python",
             code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:

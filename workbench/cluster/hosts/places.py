@@ -165,7 +165,7 @@ class HostedEngines:
             if wanted
             else f"Not all hosts answered within {waited_s:.0f} s.",
             seen=f"answers from {names}",
-            next_step="run `workbench doctor --on HOST` to check the connection to a host; if a "
+            next_step="run `workbench doctor --on HOST` to check the connection to a host. If a "
             "firewall blocks connections to this machine, use ports that are open (--ports "
             "FIRST-LAST), or another address of this machine (--listen ADDRESS)",
             code="WB-CLUSTER-067",
@@ -181,8 +181,8 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts cannot run cells, because their versions of Python, Workbench or "
-                "ipyparallel are not the notebook's versions.",
+                "The hosts cannot run cells: on at least one host, the version of Python, "
+                "Workbench or ipyparallel differs from the notebook's version.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the notebook's versions on the hosts, or give another "
                 "interpreter: --launcher-option python=/path/to/python",
@@ -235,8 +235,8 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"the folder {cwd} there is not the notebook's folder, but another folder with the "
-                "same path, so the notebook's files may be missing there"
+                f"the path {cwd} leads to another folder there, not to the notebook's folder, so "
+                "the notebook's files may be missing there"
             )
         return (
             f"the notebook's folder {cwd} does not exist there, so engines start in "

@@ -71,7 +71,7 @@ class Sbatch:
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
                 next_step="run `squeue -u $USER`. If the list contains a new job named "
-                "workbench, no notebook uses this job: cancel it with scancel. Then start the "
+                "workbench, cancel it with scancel: no notebook uses this job. Then start the "
                 "cluster again",
                 code="WB-CLUSTER-077",
             ) from error

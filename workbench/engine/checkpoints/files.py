@@ -43,10 +43,10 @@ def blind(path: str, token: str) -> str:
             if Path(path).read_text() == token:
                 os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=Path(path).parent))
                 return ""
-            why = "on this host, another folder has the same path"
+            why = "on this host, this path leads to another folder"
         except FileNotFoundError:
             there = Path(path).parent.is_dir()
-            why = "on this host, another folder has the same path"
+            why = "on this host, this path leads to another folder"
             why = why if there else "the folder does not exist on this host"
         except OSError as error:
             why = error.strerror or type(error).__name__

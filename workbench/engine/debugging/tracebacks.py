@@ -147,8 +147,8 @@ def left_out_words(frames: Sequence[FrameType]) -> str:
     last = frames[-1].f_code.co_name
     return (
         f"    [{len(frames)} frame{'' if one else 's'} of {', '.join(names)} "
-        f"{'is' if one else 'are'} hidden, the last in {last}(); --traceback full shows "
-        f"{'it' if one else 'them'}]\n"
+        f"{'is' if one else 'are'} hidden. {'It' if one else 'The last one'} is in {last}(). "
+        f"--traceback full shows {'it' if one else 'them'}]\n"
     )
 
 
@@ -302,8 +302,8 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the first matrix has {0} columns, but the second {1} rows. If a `Linear` layer failed, "
-        "its input has {0} features: write nn.Linear({0}, ...), or put nn.Flatten() before it",
+        "the first matrix has {0} columns, but the second matrix has {1} rows. If a `Linear` layer "
+        "failed, its input has {0} features: use nn.Linear({0}, ...) or put nn.Flatten() before it",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
@@ -337,8 +337,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
-        "the shapes of labels and output differ, {0} and {1}: the last layer needs as many outputs "
-        "as a label has values. For images, put keras.layers.Flatten() before the last Dense layer",
+        "labels and output differ in shape, {0} and {1}: if a label has 10 numbers, the last layer "
+        "needs 10 outputs. For images, put keras.layers.Flatten() before the last Dense layer",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
@@ -401,19 +401,19 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
-        "use this worker's variable `device`: x.to(device). An engine sees only the GPUs that are "
-        "assigned to it, and numbers these GPUs from 0",
+        "use the variable `device`, which every worker has: x.to(device). An engine sees only the "
+        "GPUs that are assigned to it, and numbers these GPUs from 0",
     ),
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
         "use a smaller batch, or a strategy that needs less GPU memory: model_split, "
-        "central_storage. TensorFlow keeps its GPU memory for later cells, so %cluster free "
-        "returns no memory to other programs. To return this memory, run %cluster restart",
+        "central_storage. TensorFlow keeps its GPU memory for later cells, even after "
+        "%cluster free. To release this memory for other programs, run %cluster restart",
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
-        "TensorFlow's name for the first GPU is GPU:0; use this worker's variable `device`: "
-        "tf.device(device)",
+        "TensorFlow does not know this device name: it calls the first GPU GPU:0. Use the variable "
+        "`device`, which every worker has: tf.device(device)",
     ),
     (
         r"being mapped to multiple devices|Visible devices cannot be modified after",
@@ -435,8 +435,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"Loaded runtime CuDNN library|DNN library (?:is not found|initialization failed)"
         r"|No DNN in stream executor",
         "TensorFlow did not find the right cuDNN, or the GPU has no memory for cuDNN. Run %pip "
-        "install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch installs "
-        "a cuDNN). Run nvidia-smi to see the programs on the GPU. Then run %cluster restart",
+        "install 'tensorflow[and-cuda]' in an environment without another cuDNN (so without "
+        "PyTorch). Run nvidia-smi to see the programs on the GPU. Then run %cluster restart",
     ),
     (
         r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"

@@ -387,7 +387,7 @@ class ControlLink:
                 os.kill(os.getpid(), signal.SIGINT)
             case OfRun():
                 if isinstance(message, (Halt, HaltAt)) and message.purpose in ENDS:
-                    stdin_bridge.release("the cell on this worker is being ended")
+                    stdin_bridge.release("Workbench is ending the cell on this worker")
                 run = self._run
                 if run is None:
                     self._early.append(message)  # Stop was pressed before this engine has begun

@@ -371,17 +371,17 @@ def explain_mistake(error: BaseException) -> str | None:
     line = _line(frames)
     text += f" in: {line}" if line else ""
     text += (
-        f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values before view(), "
-        f"not {width}, so view(-1, {width}) makes {one / width:g} rows from each sample\n"
+        f"\n  before view(), one sample has {' * '.join(map(str, shape[1:]))} = {one} values, not "
+        f"{width}. So view(-1, {width}) makes {one / width:g} rows from each sample\n"
         "  next: use x.flatten(1), which never changes the batch dimension"
     )
     if one == 4 * width and len(shape) == 4:
         text += (
-            f", and give the next Linear {one} inputs; or put a 2x2 max-pool before view(): "
-            f"the pool reduces {shape[2]}x{shape[3]} to {shape[2] // 2}x{shape[3] // 2}"
+            f", and set in_features of the next Linear to {one}. Or put a 2x2 max-pool before "
+            f"view(): the pool reduces {shape[2]}x{shape[3]} to {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
-        text += f", and give the next Linear {one} inputs"
+        text += f", and set in_features of the next Linear to {one}"
     return text
 
 

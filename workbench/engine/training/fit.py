@@ -204,7 +204,7 @@ def _sources(
                 "`loss(output, y)` needs batches that are pairs (x, y).",
                 seen=f"batches of `{name}`: {type(sample).__name__}"
                 + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""),
-                next_step="pass step_fn=lambda model, batch: ... instead of loss"
+                next_step="remove `loss`, and pass `step_fn=lambda model, batch: ...`"
                 if name == "data"
                 else "make each batch of `eval_data` a pair (x, y), like each batch of `data`",
                 code="WB-FIT-007",

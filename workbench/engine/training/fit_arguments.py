@@ -279,7 +279,8 @@ def check_own(entry: catalog.Strategy, data: Any, eval_data: Any) -> None:
         raise FitError(
             "eval_data must be the same on all workers.",
             seen="wb.data.own(...)",
-            next_step="pass the same data on every worker, or evaluate in the cell after wb.fit",
+            next_step="pass the same data on every worker, or remove eval_data and evaluate with "
+            "your own code after the call of wb.fit",
             code="WB-FIT-187",
         )
     if isinstance(data, OwnData):

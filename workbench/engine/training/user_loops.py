@@ -127,8 +127,8 @@ def _prepare_another(
             "A checkpoint would not contain this model. A checkpoint contains only the first model "
             "and optimizer, and the objects in `keep`.",
             seen="--checkpoint with several models",
-            allowed="several models, if the first wb.prepare gets the other models and their "
-            "optimizers as `keep`",
+            allowed="several models, if the other models and their optimizers are in `keep` of "
+            "the first wb.prepare",
             next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "
             "other_optimizer])",
             code="WB-FIT-010",
@@ -242,8 +242,8 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed in {framework}: loops are recorded automatically.",
-            next_step="remove wb.watch; call optimizer.apply_gradients within strategy.run, where "
-            "the optimizer adds up the gradients of all replicas",
+            next_step="remove wb.watch, and call optimizer.apply_gradients within strategy.run. "
+            "There, the optimizer adds up the gradients of all replicas",
             code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")

@@ -66,7 +66,10 @@ class Replacing(Watching):
         if self._coming is not None or not pace.slow[pace.slowest]:
             return
         who = self._called(pace)
-        slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the other workers for its share"
+        slow = (
+            f"{pace.ratio[pace.slowest]:.1f} times as long for its share as the other workers for "
+            "their shares"
+        )
         if engine in self._replaced or len(self._replaced) >= MOST:
             again = engine in self._replaced
             why = f"this worker, because at most {MOST} workers of a run are replaced"
@@ -74,8 +77,8 @@ class Replacing(Watching):
                 why = "this worker again, because a worker is replaced at most once"
             self._over = True
             self._run.note(
-                f"{who} takes {slow}. Workbench does not replace {why}. From now on, Workbench "
-                "does not replace any other slow worker of this run either."
+                f"{who} takes {slow}. Workbench does not replace {why}. In the rest of this run, "
+                "Workbench replaces no slow worker."
             )
             return
         self._replaced.append(engine)
@@ -136,8 +139,9 @@ class Replacing(Watching):
 def replaced_words(event: Replaced, who: str) -> str:
     """Return the note on the replaced worker and on the reason."""
     return (
-        f"For {event.slow_s:.0f} s, {who} was slow: it took {event.ratio:.1f} times as long as the "
-        f"other workers for its share. A new engine replaces it from step {event.step} on."
+        f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long for its "
+        f"share as the other workers for their shares. A new engine replaces this worker from "
+        f"step {event.step} on."
     )
 
 

@@ -237,13 +237,13 @@ def shed_words(event: Shed, who: str, before: int) -> str:
         before: How many samples of a batch this worker had before.
     """
     shares = " + ".join(map(str, event.shares))
-    batch = f"{sum(event.shares)} = {shares}"
+    batch = f"{shares} = {sum(event.shares)}"
     if not event.ranks:
         return f"No worker is slow any more. From step {event.step} on, all shares are equal again."
     return (
-        f"For {event.slow_s:.0f} s, {who} was slow: it took {event.ratio:.1f} times as long as the "
-        f"other workers for its {before} samples. From step {event.step} on, the batch is divided "
-        f"as {batch}."
+        f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long for its "
+        f"{before} samples as the other workers for their samples. From step {event.step} on, the "
+        f"workers' shares of the batch are {batch} samples."
     )
 
 

@@ -547,9 +547,9 @@ def _updates(plans: Mapping[str, Sequence[RunSummary]]) -> list[str]:
         return []
     which = ", ".join(alone)
     return [
-        f"In {which}, each worker updates the parameters separately with its share of the batch, "
-        "so a global batch gives as many updates as there are workers. In the other runs, a global "
-        "batch gives one update."
+        f"In {which}, each worker updates the parameters separately, with its share of the batch. "
+        "So there is one update for each share. In the other runs, there is one update for the "
+        "whole batch."
     ]
 
 
@@ -569,7 +569,7 @@ def _too_fast(rows: Sequence[ComparisonRow], base: ComparisonRow) -> list[str]:
     if base.faults or base.strategy != BASELINE:
         return []
     return [
-        f"{row.name} is {row.relative:.2g}x faster than {base.name}, with only {row.workers} "
+        f"{row.name} is {row.relative:.2g} times as fast as {base.name}, with only {row.workers} "
         "workers. Usually this means that another program used the machine during the run of "
         f"{base.name}. Repeat the comparison, for example with --seeds 3."
         for row in rows
@@ -593,8 +593,8 @@ def _single(run: RunSummary) -> list[str]:
         found.append(f"{run.name} {ended}: {after}.")
     if run.diverged:
         found.append(
-            f"{run.name} diverged: its loss became NaN or infinite. Means over several seeds leave "
-            "out such losses."
+            f"{run.name} diverged: its loss became NaN or infinite. A mean over several seeds does "
+            "not include such a loss."
         )
     if run.damaged:
         found.append(

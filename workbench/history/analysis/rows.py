@@ -341,15 +341,16 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
         return f"{fastest.name} and {other.name} are equally fast in these runs (within 5 %)."
     if not told_apart(fast, slow):
         return (
-            f"It is not certain that {fastest.name} ({_interval(fast)}) and {other.name} "
-            f"({_interval(slow)}) differ in speed. Train longer, or with more seeds."
+            f"It is not certain that {fastest.name} and {other.name} differ in speed "
+            f"({fastest.name}: {_interval(fast)}; {other.name}: {_interval(slow)}). "
+            "Train longer, or with more seeds."
         )
     if ratio < EQUAL:
         return (
             f"{fastest.name} ({_interval(fast)}) is faster than {other.name} "
             f"({_interval(slow)}) in these runs, but by less than 5 %."
         )
-    head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} in these runs: "
+    head = f"{fastest.name} is {ratio:.1f} times as fast as {other.name} in these runs: "
     if fastest.workers > other.workers:
         return head + _gain(fastest, other)
     return head + _cost(other)
@@ -367,7 +368,7 @@ def _within(fast: Spread, slow: Spread) -> bool:
 
 def _interval(rate: Spread) -> str:
     if not (math.isfinite(rate.low) and math.isfinite(rate.high)):
-        return f"{_short(rate.mean)} samples/s; too few steps for a 95 % interval"
+        return f"{_short(rate.mean)} samples/s, with too few steps for a 95 % interval"
     return f"{_short(rate.low)} to {_short(rate.high)} samples/s"
 
 
@@ -488,8 +489,9 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
             f"{FAR:.0f} times as large as in these runs."
         )
     return (
-        f"{_IF_IT_GROWS} {plan.name} is faster than {one.name} with {_batch(payoff)}. With such a "
-        f"batch, a step of {one.name} takes longer than about {milliseconds(payoff.step_s)}."
+        f"{_IF_IT_GROWS} then with batches of {_batch(payoff)}, {plan.name} is faster than "
+        f"{one.name}. With such a batch, a step of {one.name} takes more than about "
+        f"{milliseconds(payoff.step_s)}."
     )
 
 
@@ -500,19 +502,18 @@ _IF_IT_GROWS = "If the compute time grows in proportion to the batch,"
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
         f"With {plan.name}, each worker computes 1/{plan.workers} of the batch. In a step, "
-        f"the worker spends {milliseconds(payoff.work_s)} waiting for data and computing. With "
-        f"{one.name}, one worker computes the whole batch, and spends "
-        f"{milliseconds(payoff.one_work_s)}"
+        f"the worker spends {milliseconds(payoff.work_s)} computing and waiting for data. With "
+        f"{one.name}, one worker computes the whole batch. This worker spends "
+        f"{milliseconds(payoff.one_work_s)} computing and waiting for data"
     )
-    why = "perhaps most of this time is the same for every batch size."
+    same = "a worker needs almost the same time for a small batch as for a large batch."
+    why = f"Perhaps {same}"
     if share_cores(one, plan):
-        why = (
-            "either the workers share cores, or most of this time is the same for every batch size."
-        )
+        why = f"There are two possible reasons: the workers share CPU cores, or {same}"
     return (
-        f"These runs do not show with which batch size {plan.name} would be faster than "
-        f"{one.name}. {measured}. So a smaller share of the batch saves little time: {why} Try a "
-        "larger batch."
+        f"With a larger batch, {plan.name} may be faster than {one.name}, but these runs do not "
+        f"show how large this batch must be. {measured}. So a smaller share of the "
+        f"batch saves little or no time. {why} Try a larger batch."
     )
 
 
@@ -525,10 +526,7 @@ def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
 
 def _batch(payoff: Payoff) -> str:
     samples = float(f"{payoff.samples:.2g}")
-    return (
-        f"more than about {samples:.0f} samples in a batch ({payoff.factor:.2g}x the batch of "
-        "these runs)"
-    )
+    return f"more than about {samples:.0f} samples ({payoff.factor:.2g}x the batch of these runs)"
 
 
 def _comparable(one: ComparisonRow, plan: ComparisonRow) -> bool:

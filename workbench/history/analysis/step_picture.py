@@ -134,7 +134,7 @@ def _rows(
         step = int(numbers[counts >= last][-1])
     rows = np.flatnonzero(steps == step)
     if not len(rows):
-        every = f", one of every {history.stride} steps" if history.stride > 1 else ""
+        every = f", but only multiples of {history.stride} are stored" if history.stride > 1 else ""
         raise RunError(
             "This step is not in the history.", seen=f"step={step}",
             allowed=f"steps {steps[0]} to {steps[-1]}{every}",

@@ -157,16 +157,18 @@ class Platform(Protocol):
 
 _INSTALL = {
     "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load "
-    "Slurm's environment module before you start Jupyter; or copy the job folder to the login "
-    "node and run `sbatch job.sbatch` in the copy",
-    "ssh": "install ssh (Debian: apt-get install openssh-client); or copy the job folder to the "
-    "host by hand and run `bash start.sh` in the copy",
-    "ray": 'pip install "ray[default]"; or, on a machine with Ray, run in the job folder: '
-    "ray job submit --working-dir . --runtime-env ray-env.yaml -- python run_ray.py",
-    "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools); or, on a machine with "
-    "kubectl, run in the job folder: kubectl create -f trainjob.yaml",
-    "sky": 'pip install "skypilot[aws]" (instead of aws, write the name of your cloud); or, on a '
-    "machine with SkyPilot, run in the job folder: sky launch sky.yaml",
+    "Slurm's environment module before you start Jupyter. Or copy the job folder to the login "
+    "node, and run in the copy: sbatch job.sbatch",
+    "ssh": "install ssh (Debian: apt-get install openssh-client). Or copy the job folder to the "
+    "host by hand, and run in the copy: bash start.sh",
+    "ray": 'install Ray: pip install "ray[default]". Or copy the job folder to a machine with Ray, '
+    "and run in the copy: ray job submit --working-dir . --runtime-env ray-env.yaml -- "
+    "python run_ray.py",
+    "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools). Or copy the job folder "
+    "to a machine with kubectl, and run in the copy: kubectl create -f trainjob.yaml",
+    "sky": 'install SkyPilot: pip install "skypilot[aws]" (instead of aws, write the name of your '
+    "cloud). Or copy the job folder to a machine with SkyPilot, and run in the copy: "
+    "sky launch sky.yaml",
 }  # fmt: skip
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")

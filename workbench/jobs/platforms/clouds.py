@@ -151,9 +151,9 @@ class Kubernetes:
             [*_kubectl(self.context, namespace), "create", "-f", "trainjob.yaml", "-o", "name",
              *more],
             "Kubernetes refused the job.",
-            "if Kubernetes already has a job with this name, delete the old job (run `kubectl "
-            "delete -f trainjob.yaml` in the job folder) or give your job another name (name=...); "
-            "if Kubernetes does not know the kind TrainJob, install Kubeflow Trainer",
+            "if Kubernetes already has a job with this name, give your job another name "
+            "(name=...), or delete the old job: run `kubectl delete -f trainjob.yaml` in the job "
+            "folder. If Kubernetes does not know the kind TrainJob, install Kubeflow Trainer",
             cwd=folder,
         )  # fmt: skip
 

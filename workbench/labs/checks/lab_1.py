@@ -116,9 +116,9 @@ def speedup(c: Check) -> None:
         truth = together.samples_per_s / alone.samples_per_s
         c.need(
             (truth > 1) is wins,
-            f"In your runs with the {which} model, two workers are {truth:.2f} times as fast as "
-            f"one worker. But with this model two workers are {'faster' if wins else 'slower'} "
-            "than one worker, if no other program runs.",
+            f"In your runs with the {which} model, two workers were {truth:.2f} times as fast as "
+            "one worker. If no other program runs, two workers should be "
+            f"{'faster' if wins else 'slower'} than one worker with this model.",
             "close other programs. Then run the cells of section 3 and the cell of exercise 1.4 "
             "again",
         )
@@ -145,8 +145,8 @@ def crossing(c: Check) -> None:
             "but both steps must be equally long.",
             "compute the exact value with a formula, and do not round the result"
             if close(found, c_s * n / (n - 1), _ROUNDED)
-            else "use your result as T₁ in the formula T₁ / n + c_s: the formula must give your "
-            "result again",
+            else "put your result into T₁ / n + c_s in place of T₁: this sum must be equal to your "
+            "result",
         )
     c.expect(
         True,

@@ -166,7 +166,12 @@ def hierarchical(c: Check) -> None:
         "leader",
         "",
     )
-    c.expect(True, "with m groups, no leader sends more than (m-1) M bytes to other leaders", "")
+    c.expect(
+        True,
+        "with m groups, each leader sends at most (m-1) M bytes to other leaders (M is the size of "
+        "the tensor)",
+        "",
+    )
     matrices(c, "hierarchical", LIKE_X, tried[:1])
 
 
@@ -186,8 +191,9 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
     far = [to for to in sent if to not in mine and to not in leaders]
     c.need(
         not far,
-        f"With groups {groups}, worker {rank} sent a message to worker {far[0] if far else 0}, "
-        "which is in another group, but is not the leader of that group.",
+        f"With groups {groups}, worker {rank} sent a message to worker {far[0] if far else 0}. "
+        f"Worker {far[0] if far else 0} is in another group, and it is not the leader of that "
+        "group.",
         "only the leader of a group may send to the other members of this group",
     )
     across = sum(sent[to] for to in sent if to not in mine)
@@ -269,9 +275,9 @@ def train(c: Check) -> None:
         "the weights equal those of one device that trains with whole batches",
         f"the weights of worker 0 differ by up to {off:.1g} from those of one device",
         "a worker's gradient is a mean over its own samples, so a share of 22 samples must count "
-        "more than a share of 21. The batches of the check do not have 64 samples: compute the "
-        "factor for each share from len(own_x) and len(x). The factors of all shares must add up "
-        "to 1",
+        "more than a share of 21. Multiply each worker's gradient by a factor. Compute this factor "
+        "from len(own_x) and len(x), because the batches of the check do not have 64 samples. The "
+        "factors of all workers must add up to 1",
     )
     if len(found) > 1 and apart <= EXACT and off <= EXACT:
         whole = sum(len(x) for x, _ in batches)
@@ -291,7 +297,7 @@ def _shared_out(c: Check, counts: list[Any], whole: int) -> None:
             calls > 0,
             f"Worker {rank} never called `all_reduce`.",
             "`train` gets a function as its argument `all_reduce`. Call this function to add up "
-            "the gradients. In a later cell, this function uses your ring",
+            "the gradients",
         )
 
 
@@ -339,8 +345,8 @@ NUMBER_BYTES = 4
 LIKE_X = "Receive into a tensor of the same shape and type as `x`: torch.empty_like(x)"
 
 STEP_BY_STEP = (
-    "write down the messages on paper: each send needs a receive of the same size on the other "
-    "worker, and a worker that waits cannot send or receive anything else"
+    "write down the messages on paper. Each send needs a receive of the same size on the other "
+    "worker. A worker that waits cannot send or receive anything else"
 )
 
 _ADD_UP = """
@@ -486,7 +492,10 @@ def _unlike(
         return words, hints[others_changed]
     if np.allclose(parts * workers, whole):
         words = f"{trial}: worker {rank} holds the mean of all tensors, but it must hold the sum."
-        return words, "do not divide by the number of workers: an all-reduce only adds up"
+        return (
+            words,
+            "do not divide by the number of workers: in this lab an all-reduce only adds up",
+        )
     at = int(np.flatnonzero(parts != whole)[0])
     value = parts[at]
     words = f"{trial}: the number at place {at} on worker {rank} is not the sum"

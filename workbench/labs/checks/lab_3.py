@@ -65,7 +65,7 @@ def by_hand(c: Check) -> None:
         c.need(
             bool(np.isfinite(one[0])),
             f"`wait_s` of rank {rank} is {one[0]}, but it must be a finite number.",
-            "a wait is the difference between two times of the clock",
+            "a worker's wait is the latest `ready_s` minus its own `ready_s`",
         )
         waits.append(float(one[0]))
     truth = [max(ready) - mine for mine in ready]
@@ -90,7 +90,7 @@ def by_hand(c: Check) -> None:
     c.need(
         not all(close(waits[r], 1e3 * truth[r], SHARE) for r in others),
         f"The wait of rank {others[0]} is {waits[others[0]]:.3g} s, which is far too long.",
-        "`wait_s` must be in seconds, like the times of the clock",
+        "`wait_s` must be in seconds, like `ready_s`",
     )
     last = int(np.argmin(truth))
     c.expect(
@@ -162,7 +162,7 @@ def blind(c: Check) -> None:
     )
 
 
-@exercise("3.4", "The fraction of time that a worker waits")
+@exercise("3.4", "The fraction of its time that a worker spends waiting")
 def share(c: Check) -> None:
     """Call `waiting_share` with several numbers of workers, and compare its results."""
     for n in (1, 2, 3, 8, 1000):
@@ -197,9 +197,9 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. But if the slow worker needs "
-            f"{found:.4g} s for its part, a step with this worker is not as long as a step without "
-            "it.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs "
+            f"{found:.4g} s for its part, a step with this worker must be as long as a step "
+            "without it. But one of these steps is longer.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
             else "if the slow worker is left out, how large is the part of each of the other "
@@ -207,8 +207,8 @@ def keep(c: Check) -> None:
         )
     c.expect(
         True,
-        "if the slow worker needs `keep_up_to_s(n, t_s)` seconds for its part, a step with this "
-        "worker is as long as a step without it",
+        "`keep_up_to_s` is right: if the slow worker needs this time for its part, a step with "
+        "this worker is as long as a step without it",
         "",
     )
 

@@ -153,15 +153,15 @@ def central_step(c: Check) -> None:
         hint = "`w` is right: compare `velocity` with the formula for v"
     elif max(off[0], state_off[0]) <= EXACT:
         hint = (
-            "your results are right when `velocity` is zero before the first step, and wrong when "
-            f"it is {TRIALS[1][2]:g}: does your step use the old velocity?"
+            "if `velocity` is zero before the first step, your results are right. If `velocity` is "
+            f"{TRIALS[1][2]:g}, they are wrong. Does your step use the old velocity?"
         )
     c.expect(
         all(one <= EXACT for one in off + state_off),
         "after three steps, `w` and `velocity` equal those of one device with the whole batch",
-        f"after three steps, `w` of worker 0 differs by up to {max(off):.1g} from the weights of "
-        f"one device, and `velocity` differs by up to {max(state_off):.1g} from the "
-        "velocity of one device",
+        "after three steps, `w` and `velocity` of worker 0 do not both equal those of one device. "
+        f"The largest difference is {max(off):.1g} for `w` and {max(state_off):.1g} for "
+        "`velocity`",
         hint,
     )
 
@@ -207,7 +207,8 @@ def through_server(c: Check) -> None:
             close(value, 2 * _step_bytes(run), SHARE),
             f"For the run {name!r}, through_server returned {value:.6g} bytes, which is not right.",
             "add up `sent_bytes` over the rows of a single step: the server receives this number "
-            "of bytes. The server also sends as many bytes to the workers: count both",
+            "of bytes. The server also sends the same number of bytes to the workers: count both "
+            "directions",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers
@@ -298,8 +299,8 @@ def holds(c: Check) -> None:
                 right[k] = False
                 said.append(
                     (
-                        f"holds({n}, {slots}) gives {found[k]:g} M for {who[k]}, which is not "
-                        "right",
+                        f"holds({n}, {slots}) says that {who[k]} holds {found[k]:g} times the size "
+                        "of the weights, which is not right",
                         hints[k],
                     )
                 )
@@ -354,7 +355,7 @@ def store(c: Check) -> None:
         .replace("{fill}", repr(_FILL)),
         limit_s=LIMIT_S,
         hint="all workers call `push` and `pull` in the same order. A tensor in `values` may be a "
-        "matrix. Only worker 0 keeps copies of these tensors",
+        "matrix. In your class, only worker 0 may keep copies of these tensors",
     )
     truth = [np.array(values) for _, values in start.values()]
     pulled = [[[np.asarray(one, dtype=float) for one in pair] for pair in w[0]] for w in found]
@@ -401,7 +402,7 @@ def store(c: Check) -> None:
     c.expect(
         not keepers,
         "only worker 0 keeps the values",
-        f"worker {keepers[0] if keepers else 0} keeps the values, or tensors of the same shapes, "
-        "but only worker 0 may keep the values",
+        f"only worker 0 may keep the values, but worker {keepers[0] if keepers else 0} also keeps "
+        "them, or tensors of the same shapes",
         "the other workers need no copy: `pull` gives them the server's value",
     )

@@ -33,7 +33,8 @@ _DIARIES: list[tuple[Diary, list[int], str]] = [
     ([("pull", 0), ("push", 0), ("pull", 0), ("push", 0)], [0, 0],
      "if there is only one worker, it always computes with the newest parameters"),
     (_TURNS, [0, 1, 2],
-     "all three workers pulled before the first push: each push is staler than the push before"),
+     "all three workers pulled before the first push, so each push has a higher staleness than "
+     "the previous push"),
     ([("pull", 0), ("pull", 1), ("push", 0), ("push", 1), ("pull", 0), ("push", 0), ("pull", 1),
       ("push", 1)], [0, 1, 0, 0],
      "count the updates after the worker's own latest pull, not those after its latest push"),
@@ -99,9 +100,9 @@ def own_staleness(c: Check) -> None:
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
         "the mean staleness of all pushes is the same with equal and with different speeds",
-        "for three workers with different speeds, the results of `own_staleness` give a mean "
-        f"staleness of {mean:.3g}. But the mean of three workers must be {len(step_s) - 1}, "
-        "whatever their speeds are",
+        "for three workers with different speeds, the check computed the mean staleness of all "
+        f"pushes with your `own_staleness`. The result is {mean:.3g}, but for three workers it "
+        f"must be {len(step_s) - 1}, whatever their speeds are",
         f"compute own_staleness(0, {step_s}) on paper: how many pushes do the other workers make "
         f"in {step_s[0]} s?",
     )
@@ -257,8 +258,8 @@ def ratios(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             as_read(found, uneven[at] / sync[at]),
-            f"`{name}` is right: the {what} that 'uneven' needed for a loss below {TARGET}, "
-            "divided by those that 'sync' needed",
+            f"`{name}` is right: it is the {what} of 'uneven' until a loss below {TARGET}, divided "
+            "by those of 'sync'",
             f"`{name}` is {found:.4g}, which does not agree with the curves of 'uneven' and 'sync'",
             f"`curve` returns seconds, samples and loss. For each run, take the {what} at the "
             f"first point with a loss below {TARGET}. Divide the {what} of 'uneven' by those of "

@@ -130,8 +130,8 @@ def right_cnn(c: Check) -> None:
         "each prediction depends only on its own image",
         "the check changed only image 0, so only prediction 0 may change. But these predictions "
         f"changed: {_places(answer['moved'])}",
-        "do not remove rows from the predictions. Each row of the input of `fc1` must hold one "
-        "whole image: make the maps smaller before you flatten them",
+        "each row of the input of `fc1` must hold one whole image: make the maps smaller before "
+        "you flatten them",
     )
     c.expect(
         answer["rows"] <= 5,
@@ -161,8 +161,8 @@ def right_cnn(c: Check) -> None:
     c.expect(
         answer["unseen"] == 0,
         "the predictions use all parts of an image",
-        f"the predictions do not depend on {answer['unseen']} of the 196 squares of 2 x 2 pixels "
-        "in an image",
+        "an image has 196 squares of 2 x 2 pixels, but the predictions do not depend on "
+        f"{answer['unseen']} of these squares",
         "combine neighbouring numbers of each map, so that the map becomes smaller; do not cut "
         "out a part of the map",
     )
@@ -187,7 +187,12 @@ def bubble(c: Check) -> None:
             if math.isclose(found, idle, abs_tol=0.005)
             else "a stage works in m of the m + p - 1 turns; in how many turns is the stage idle?",
         )
-    c.expect(True, "`bubble` is the fraction of the turns in which a stage is idle", "")
+    c.expect(
+        True,
+        "`bubble` returns the number of turns in which a stage is idle, divided by the number of "
+        "all turns",
+        "",
+    )
     count = c.whole("m_10")
     c.expect(
         count >= 1 and 3 / (count + 3) <= 0.1 + 1e-12,
@@ -210,8 +215,8 @@ def in_flight(c: Check) -> None:
         counted = _counted(c, f"most_{schedule}")
         c.need(
             counted == _HELD[schedule],
-            f"The counts in `most_{schedule}` on the engines are not those of a complete run "
-            f"'{schedule}-6'.",
+            f"The counts in `most_{schedule}` on the engines are wrong: a complete run "
+            f"'{schedule}-6' has other counts.",
             "run the cells again in order, beginning with the cell that trains the run 'gpipe-6'",
         )
         given = [
@@ -223,8 +228,8 @@ def in_flight(c: Check) -> None:
         c.expect(
             given == counted,
             f"{schedule}: the number of microbatches is right for each stage",
-            f"{schedule}: `{name}` says that stage {stage} held at most {given[stage]} {many} at "
-            "the same time, but the counters in this stage's layers show another number",
+            f"{schedule}: for stage {stage}, `{name}` gives {given[stage]} {many}, but the "
+            "counters in this stage's layers show another number",
             "with gpipe, a stage begins its first backward pass after its last forward pass"
             if schedule == "gpipe"
             else _hint_1f1b(stage, given[stage] > counted[stage]),
@@ -276,7 +281,7 @@ def balanced(c: Check) -> None:
     mine = _slowest_ms((wanted[0], wanted[1]))
     right = c.expect(
         mine == best,
-        "no other cuts make the slowest stage faster",
+        "with your cuts, the slowest stage is as fast as possible",
         f"with your cuts the slowest stage takes {mine} ms, but other cuts make it faster",
         "stages may have different numbers of layers: add up the times of the layers in each "
         "stage, and make the largest of the three sums as small as possible",

@@ -50,8 +50,8 @@ def global_batch(c: Check) -> None:
     samples = _by_step(run)[0]
     c.need(
         len(samples) == 2 and sum(samples) == batch,
-        f"In a step of the run 'per-replica' the replicas got {samples} samples, but two replicas "
-        f"must share a batch of {batch} samples.",
+        f"In a step of the run 'per-replica' the shares were {samples} samples. But there must be "
+        f"two shares, and their sum must be {batch} samples.",
         "run the whole cell of exercise 7.1 again",
     )
     c.expect(
@@ -113,8 +113,8 @@ def even(c: Check) -> None:
             f"The run {run.name!r} must have {_STEPS} steps and workers={workers}, but it has "
             f"{count} steps and workers={run.plan.workers}.",
             "the data ended early, or the first line of the cell was changed. Keep "
-            f"--steps {_STEPS} in this line, pass to `fit` a number of images that is a multiple "
-            "of the batch size, and do not pass `steps_per_epoch`"
+            f"--steps {_STEPS} in the first line. Choose the number of images for `fit` so that "
+            "all batches are full. Do not pass `steps_per_epoch`"
             if same
             else f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
         )
@@ -137,7 +137,8 @@ def even(c: Check) -> None:
         not odd,
         "all batches are divided evenly among the replicas",
         where,
-        "how many images are in the last batch of the epoch? Pass only whole batches to `fit`",
+        "how many images are in the last batch of the epoch? Choose the number of images for "
+        "`fit` so that all batches are full",
     )
     if not odd:
         c.expect(
@@ -193,9 +194,9 @@ def apart(c: Check) -> None:
         for place in range(2 * len(sizes) - 2):
             for sign in (1, -1):
                 keras, torch = _made_up(draw, sizes, place, sign)
-                what = f"a network with layers of the sizes {', '.join(map(str, sizes))}"
-                far = f"largest difference: in a {'bias' if place % 2 else 'matrix'}"
-                _compare(c, keras, torch, f"the weights of {what} ({far})")
+                layers = f"layers of the sizes {', '.join(map(str, sizes))}"
+                far = f" The largest difference is in a {'bias' if place % 2 else 'matrix'}."
+                _compare(c, keras, torch, f"the weights of a network with {layers}", far)
     c.expect(
         True,
         "`apart` compares each number in the Keras weights with the corresponding number in the "
@@ -213,16 +214,18 @@ def apart(c: Check) -> None:
     )
 
 
-def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) -> None:
+def _compare(
+    c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str, far: str = ""
+) -> None:
     truth = max(float(np.abs(k.T - t).max()) for k, t in zip(keras.values(), torch.values(),
                                                              strict=True))  # fmt: skip
     found = c.number_from("apart", keras, torch, given=what)
     c.need(
         math.isclose(found, truth, rel_tol=1e-4, abs_tol=1e-9),
-        f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.",
-        "pair the weights by their order, because layers may have equal shapes. Transpose Keras' "
-        "matrices, because Keras and PyTorch store them in different layouts. Return the largest "
-        "absolute difference over all matrices and biases",
+        f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.{far}",
+        "pair the weights by their order, not by their shapes: several weights can have the same "
+        "shape. Transpose Keras' matrices, because Keras and PyTorch store them in different "
+        "layouts. Return the largest absolute difference over all matrices and biases",
     )
 
 

@@ -121,10 +121,10 @@ def by_hand(c: Check) -> None:
     if any(not finding.right for finding in c.findings):
         return
     _loaded(
-        c, found["second"], 9, "this training has a BatchNorm layer and Adam: do not assume "
-        "that the state of a model or an optimizer has entries with certain names", "in this "
-        "training the learning rate becomes smaller before `save` is called: which other values "
-        "does the optimizer object hold, besides its moments?",
+        c, found["second"], 9, "this training has a BatchNorm layer and Adam: `save` and "
+        "`load` must handle all entries of the model's and the optimizer's state, whatever their "
+        "names are", "in this training the learning rate becomes smaller before `save` is called: "
+        "which other values does the optimizer object hold, besides its moments?",
         "with BatchNorm and Adam, ",
     )  # fmt: skip
 
@@ -221,8 +221,8 @@ def lost(c: Check) -> None:
         count == TOTAL,
         "each step counts once in the final weights",
         f"the final weights are not the result of {count} updates",
-        "some steps are done twice. When such a step is done again, is its first update still in "
-        "the weights?",
+        "some steps are done twice. When a step is done a second time, do the weights still "
+        "contain its update from the first time?",
     )
 
 
@@ -243,9 +243,9 @@ def resumed(c: Check) -> None:
     c.need(
         began < TOTAL,
         "The run 'resumed' took no steps, because it began from the checkpoint of the last step.",
-        "a run that was resumed earlier wrote this checkpoint to lab_8/broken. Pass "
-        'checkpoint="lab_8/resumed" to wb.resume. Then run two cells again: first the cell that '
-        "trains `broken`, then the cell of exercise 8.3",
+        "an earlier call of wb.resume started a run, and this run wrote the checkpoint to "
+        'lab_8/broken. Pass checkpoint="lab_8/resumed" to wb.resume. Then run two cells again: '
+        "first the cell that trains `broken`, then the cell of exercise 8.3",
     )
     c.expect(
         began > 0,
@@ -292,13 +292,13 @@ def fewer(c: Check) -> None:
     c.expect(
         before == BATCH / 3,
         "before the death each of the three workers takes a third of the batch",
-        f"the share of each of the three workers is not {before:g} samples",
+        f"`samples_before` is {before:g}, but this is not the share of each of the three workers",
         "the global batch consists of the samples of one step, on all workers together",
     )
     c.expect(
         after == BATCH / 2,
         "after the death the two workers share the whole batch",
-        f"the share of worker 0 after the death is not {after:g} samples",
+        f"`samples_after` is {after:g}, but this is not the share of worker 0 after the death",
         "the batch size of a run is the global batch: does it change with the number of workers?",
     )
     c.expect(
@@ -339,17 +339,16 @@ def interval(c: Check) -> None:
         if not good and n == 1:
             side = "shorter" if loss(value * 0.99) < loss(value) else "longer"
             c.wrong(
-                f"{shown} returned {value:.4g}, but with a {side} interval less time is lost.",
-                "at the lowest point the derivative of C/W + W/(2M) with respect to W is zero",
+                f"{shown} returned {value:.4g}, but a {side} interval loses less time.",
+                "the fraction of the time that is lost is L(W) = C/W + W/(2M). At the best W, the "
+                "derivative of L with respect to W is zero. Section 6 explains C, W and M",
             )
         c.need(
             good,
             f"{shown} returned {value:.4g}, which is not the best interval for {n} machines.",
             "for one machine the result is right. How often is there a failure with n machines?",
         )
-    c.expect(
-        True, "with the returned intervals the least time is lost, on one machine and on many", ""
-    )
+    c.expect(True, "the returned intervals are the best ones, for one machine and for many", "")
 
 
 @exercise("8.6", "Heal a run")
@@ -372,13 +371,13 @@ def healed(c: Check) -> None:
     c.expect(
         then == BATCH / 2,
         "the two remaining workers share the batch of step 20",
-        f"the share of worker 0 in step 20 is not {then:g} samples",
+        f"`samples_in_20` is {then:g}, but this is not the share of worker 0 in step 20",
         "the global batch does not change: how many workers take step 20?",
     )
     c.expect(
         later == BATCH / 3,
         "with the new worker, every worker has the same share as before the death",
-        f"with the new worker, the share of worker 0 is not {later:g} samples",
+        f"`samples_healed` is {later:g}, but this is not the share of worker 0 with the new worker",
         "how many workers share the batch when the new worker has joined?",
     )
     c.expect(
@@ -412,8 +411,8 @@ def lost_time(c: Check) -> None:
         )
     c.expect(
         True,
-        "the result contains the time that is lost in the pauses and while a worker is away, for "
-        "all failures",
+        "the fraction is right: it counts the failures of all machines, and for each failure the "
+        "pauses and the time in which a worker is away",
         "",
     )
 
@@ -441,8 +440,8 @@ def promises(c: Check) -> None:
             given == right,
             f"the answer for `{name}` is right",
             f"{given!r} is not the right answer for `{name}`",
-            "between two averages, every worker's model is different: does any other process have "
-            "the result of the dead worker's latest steps?"
+            "after an average, every worker trains its own model until the next average. Does any "
+            "other process have the steps that the dead worker took since the last average?"
             if right == "c"
             else f"with `{name}`, which processes hold the model? See wb.strategies() and "
             "docs/strategies.md",

@@ -53,7 +53,7 @@ def probed(c: Check) -> None:
     for name, truth, words, hint in (
         ("t1_s", PRACTICE.whole_s, "the time of a step on one device, in seconds",
          "blind.time_step(case) returns this time in seconds"),
-        ("latency_s", PRACTICE.latency_s, "the time of the smallest message, in seconds",
+        ("latency_s", PRACTICE.latency_s, "the latency of the link, in seconds",
          "a message of a few bytes takes only a little longer than the latency"),
         ("bytes_per_s", PRACTICE.bytes_per_s,
          "the number of bytes that the link carries in a second",
@@ -163,7 +163,7 @@ def _played(c: Check, name: str) -> None:
     c.need(
         list(play["numbers"]) == own.numbers,
         f"The numbers of case {name} depend on the student's name. This case {name} does not have "
-        f"the numbers of {student!r}.",
+        f"the numbers for the student {student!r}.",
         f'take the case from blind.case("{name}", student), and do not change it',
     )
     strategy, predicted = str(play["strategy"]), float(play["predicted"])
@@ -285,7 +285,7 @@ def unsimulated(c: Check) -> None:
         math.isclose(found, predicted / (facts["batch"] / step_s), rel_tol=0.05),
         "`miss` is the predicted rate divided by the measured rate",
         f"`miss` is {found:.3g}, which does not agree with the runs `real-1` and `real-2`",
-        'the measured rate is the batch divided by settled("real-2", "step_s")',
+        'the measured rate is real_facts["batch"] divided by settled("real-2", "step_s")',
     )
     for term, truth in extra.items():
         value = c.number_of(f"extra_{term}_s")

@@ -194,7 +194,8 @@ def _lab_of(one: HandedIn) -> tuple[int | None, str]:
             return None, str(error)
     lab = book.lab if book.lab is not None else book.guessed_lab()
     why = (
-        "The notebook belongs to no lab: its metadata names no lab, and no cell has `# YOUR CODE`."
+        "The notebook belongs to no lab: there is no lab number in its metadata, and no cell has a "
+        "line such as `# YOUR CODE 1.2`."
     )
     return lab, why
 

@@ -39,7 +39,8 @@ def add_commands(commands: Any) -> None:
         "--roster",
         type=Path,
         metavar="FILE",
-        help="CSV file with all students; the output then lists the students without a notebook",
+        help="CSV file with all students; with this file, the output also lists the students from "
+        "whom there is no notebook",
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"
@@ -52,8 +53,8 @@ def add_flags(add: Any) -> None:
         help="write the points to this gradebook (a CSV file); the rows of other students and "
              "labs do not change")  # fmt: skip
     add("--roster", type=Path, metavar="FILE",
-        help="CSV file with all students; the gradebook then also gets a row for each student "
-             "without a notebook")  # fmt: skip
+        help="CSV file with all students; with this file, the gradebook also gets a row for each "
+             "student from whom there is no notebook")  # fmt: skip
     add("--feedback", type=Path, metavar="FOLDER",
         help="write copies of the notebooks, with points and the results of the checks, to this "
              "folder")  # fmt: skip

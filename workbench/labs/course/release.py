@@ -23,7 +23,8 @@ Open `lab_{lab}.ipynb` in JupyterLab and run its cells from top to bottom.
 
 The lab has {count} exercises and {points:g} points in total: {each}. For an exercise you
 get either all of its points or no points. To run the lab, install
-`distributed-workbench[{extras}]`. The lab needs no network.
+`distributed-workbench[{extras}]`. After this installation, the lab needs no
+internet connection.
 """
 
 

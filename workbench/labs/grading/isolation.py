@@ -74,7 +74,10 @@ class Isolation:
             return ("partly isolated: cells run as another user, so they cannot send signals to "
                     "the grading process. But cells can read files that every user can read "
                     f"(stronger isolation is not possible: {self.why})")  # fmt: skip
-        return f"not isolated: cells can read the checks and end the grading process ({self.why})"
+        return (
+            "not isolated: cells can read the checks, and they can end the grading process "
+            f"({self.why})"
+        )
 
     def to_wire(self) -> dict[str, Any]:
         """The same, JSON-ready."""
@@ -92,7 +95,10 @@ def find_out() -> Isolation:
     if not sys.platform.startswith("linux"):
         return Isolation("", f"{sys.platform} has no namespaces")
     if os.getuid() == 0 and not _enters_folders():
-        why = "root has no CAP_DAC_OVERRIDE here, so root cannot enter other users' folders"
+        why = (
+            "root does not have the Linux capability CAP_DAC_OVERRIDE here, so root cannot enter "
+            "other users' folders"
+        )
         return Isolation("", why)
     why = _tried(Isolation("namespaces", network=False))
     if not why:

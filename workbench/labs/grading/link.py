@@ -296,7 +296,9 @@ _LOOK_AT = {
     "the memory": r"gc\.get_|\bctypes\b|\.contents\b",
     "/proc": r"/proc\b",
     "a case's hidden numbers": r"\.(?:whole_s|latency_s|bytes_per_s|faults|link)\b|labs\.cases",
-    "torch itself": r"(?:torch\.(?:Tensor|nn|autograd|distributed)\.|\bdist\.)[\w.]+\s*=[^=]",
+    "replaced functions of PyTorch": (
+        r"(?:torch\.(?:Tensor|nn|autograd|distributed)\.|\bdist\.)[\w.]+\s*=[^=]"
+    ),
     "imports": r"\bimportlib\b|__import__|sys\.modules|meta_path",
     "code of others": r"__code__|__globals__|__closure__|setattr\s*\(|__dict__",
     "other processes": r"os\.(?:kill|fork|exec|_exit)|subprocess|\bsignal\b|getppid",
@@ -388,7 +390,7 @@ class Told:
             raise ValueError("no engine answered")
         if values is not None and self._workers > 0 and len(values) != self._workers:
             count = "1 engine" if len(values) == 1 else f"{len(values)} engines"
-            words = f"{count} answered the check, but the lab has {self._workers}."
+            words = f"The check got answers from {count}, but the lab uses {self._workers} engines."
             return {"wrong": words, "hint": "did a cell of the notebook start or stop engines?"}
         return found
 
@@ -410,7 +412,8 @@ def mark(number: str, told: Told) -> tuple[dict[str, Any], bool]:
     except (OutOfTime, Late):
         late = True
         words = "The check was stopped at the time limit, because the answer's code did not end."
-        finding = {"right": False, "words": words, "hint": "does every loop and every receive end?"}
+        hint = "does every loop end? Does every worker that waits for a message receive one?"
+        finding = {"right": False, "words": words, "hint": hint}
         report = {"exercise": number, "passed": False, "findings": [finding]}
     report["findings"] = [_cut(one) for one in report["findings"][:_MOST_FINDINGS]]
     return report, late

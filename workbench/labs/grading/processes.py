@@ -272,7 +272,8 @@ class Watch:
         elif own > MOST_OWN_BYTES:
             allowed = f"at most {MOST_OWN_BYTES / GB:g} GB are allowed"
             self.broken = (
-                f"the notebook's data filled {own / GB:.1f} GB of the grader's memory: {allowed}"
+                f"data from the notebook used {own / GB:.1f} GB of the grader's own memory: "
+                f"{allowed}"
             )
         soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
         pause_s = SOON_S if soon else EVERY_S
@@ -283,8 +284,8 @@ class Watch:
         began = time.monotonic()
         size_bytes, files = on_disk(self._folder, self._limits.disk_bytes, MOST_FILES)
         if size_bytes > self._limits.disk_bytes:
-            allowed = f"{self._limits.disk_gb:g} GB are allowed"
-            self.broken = f"the notebook's files took {size_bytes / GB:.1f} GB or more: {allowed}"
+            allowed_gb = f"{self._limits.disk_gb:g}"
+            self.broken = f"the notebook's files took more than {allowed_gb} GB of disk space"
         elif files == TOO_DEEP:
             self.broken = f"paths of the notebook's folders had more than {MOST_PATH} characters"
         elif files > MOST_FILES:

@@ -121,7 +121,9 @@ def _content(path: Path) -> Any:
             )
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"The file is not UTF-8 text (byte {error.start}).") from None
+        raise Unreadable(
+            f"The file is not UTF-8 text: the byte at position {error.start} is not valid."
+        ) from None
     except (OSError, ValueError) as error:
         raise Unreadable(f"The file cannot be read: {getattr(error, 'strerror', error)}.") from None
     if not text.strip():
@@ -328,7 +330,8 @@ class _Student:
 
     def notes(self) -> list[str]:
         """Say which parts differ from the original lab, and which cells are not run."""
-        said = [f"exercise {number} was missing" for number in self._missing]
+        one, several = "the original cell was run instead", "the original cells were run instead"
+        said = [f"exercise {number} was missing: {one}" for number in self._missing]
         fixed = [cell for cell in self._lab.cells if role(cell)[0] != "answer"]
         theirs = {cell.plain for cell in self._cells}
         ids = {cell.id for cell in self._cells if cell.id}
@@ -336,14 +339,13 @@ class _Student:
         changed = [cell for cell in away if cell.id in ids]
         gone = [cell for cell in away if cell.id not in ids]
         for cells, words in ((changed, "changed"), (gone, "missing")):
-            for kind, of in (("step", " of the lab"), ("check", "")):
+            for kind, word, of in (("step", "cell", " of the lab"), ("check", "check", "")):
                 places = [cell.place for cell in cells if role(cell)[0] == kind]
                 if places:
-                    count = _counted(len(places), kind) + of
+                    count = _counted(len(places), word) + of
                     where = f"{'cell' if len(places) == 1 else 'cells'} {_listed(places)}"
-                    was = "was" if len(places) == 1 else "were"
-                    said.append(f"{count} {was} {words} ({where} of the original notebook)")
-        restored = [f"{words}: the original was run instead" for words in said]
+                    was, run = ("was", one) if len(places) == 1 else ("were", several)
+                    said.append(f"{count} {was} {words} ({where} of the original notebook): {run}")
         idle = [
             cell.place
             for i, cell in enumerate(self._cells)
@@ -353,8 +355,8 @@ class _Student:
         if idle:
             words = f"{_counted(len(idle), 'cell')} outside all exercises"
             was, of = ("was", "cell") if len(idle) == 1 else ("were", "cells")
-            restored.append(f"{words} {was} not run ({of} {_listed(idle)} of this notebook)")
-        return restored
+            said.append(f"{words} {was} not run ({of} {_listed(idle)} of this notebook)")
+        return said
 
 
 def _counted(count: int, word: str) -> str:

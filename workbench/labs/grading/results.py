@@ -298,8 +298,8 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
         name = names[one.file]
         found += [f"{name}: {_line(note)}" for note in one.notes]
         found += [
-            f"{name}: exercise {outcome.exercise} redefined {_line(', '.join(outcome.put_back))}: "
-            "these names were restored"
+            f"{name}: a cell of exercise {outcome.exercise} redefined names that the lab needs. "
+            f"The grader restored these names: {_line(', '.join(outcome.put_back))}"
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [

@@ -75,8 +75,8 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
     if canonical is None:
         if graded.lab is None:
             raise Unreadable(
-                "The notebook belongs to no lab: its metadata names no lab, and no cell has "
-                "`# YOUR CODE`."
+                "The notebook belongs to no lab: there is no lab number in its metadata, and no "
+                "cell has a line such as `# YOUR CODE 1.2`."
             )
         canonical = notebooks / f"lab_{graded.lab}.ipynb"
         if not canonical.is_file():
@@ -111,13 +111,13 @@ def lab_of(path: Path) -> Book:
     lab = read(path)
     if lab.version == "solved":  # an empty notebook would get the solutions
         raise Unreadable(
-            f"The lab's original notebook {path.name} contains the solutions: use the students' "
-            "notebook of this lab instead."
+            f"The original lab must be a notebook for students, but {path.name} contains the "
+            "solutions."
         )
     if not any(cell.check for cell in lab.cells):
         raise Unreadable(
-            f"The lab's original notebook {path.name} has no checks: use the students' notebook "
-            "that `workbench labs` made."
+            "The original lab must be a notebook that `workbench labs` made for students, but "
+            f"{path.name} has no checks."
         )
     return lab
 

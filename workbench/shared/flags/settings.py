@@ -98,8 +98,9 @@ class RunSettings:
         metavar="WHAT",
         trains=True,
         argument="on_failure",
-        help="when an engine dies: `stop`, `continue` with fewer workers, `replace` the engine "
-        "(needs --checkpoint), or `heal`: the other workers continue, and a new engine joins them",
+        help="when an engine dies: `stop`; `continue`: go on with fewer workers; `replace`: start "
+        "a new engine (needs --checkpoint); `heal`: the other workers continue, and a new engine "
+        "joins them",
         without="`replace` if `--checkpoint` is given, otherwise `stop`",
         example="%%distributed mirrored --on-failure continue",
     )
@@ -123,7 +124,8 @@ class RunSettings:
         read=number("--spares", 0),
         help="number of spare engines, which run the cell up to wb.fit and wait there; if an "
         "engine dies, a spare engine replaces it immediately (--on-failure heal)",
-        without="0: a new engine is started only after an engine has died",
+        without="0: there is no spare engine; with `--on-failure heal`, a new engine is started "
+        "after an engine has died",
         example="%%distributed mirrored --spares 1",
     )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field

@@ -11,9 +11,10 @@ gradients, and the optimizer runs on it once:
 The step waits for the slowest device, as under `mirrored`. The parameters and the optimizer need
 less memory than under `mirrored`, but all parameters and gradients pass through one device.
 
-Several replicas can write to the same untrained variable of a layer in one step. Workbench then
-makes Keras store the mean of the replicas' values if they are floating-point numbers (BatchNorm's
-statistics). If they are whole numbers (Dropout's seeds), Keras stores the value of replica 0.
+Some variables of a layer are not changed by the optimizer (BatchNorm's statistics, Dropout's
+seeds). Several replicas can write to such a variable in one step. If the values are floating-point
+numbers (BatchNorm's statistics), Workbench makes Keras store the mean of the replicas' values. If
+the values are whole numbers (Dropout's seeds), Keras stores the value of replica 0.
 
 Sources: tf.distribute.experimental.CentralStorageStrategy,
 https://www.tensorflow.org/guide/distributed_training#centralstoragestrategy; Li et al., Scaling

@@ -18,7 +18,7 @@ on a sample, only the replica with this sample makes the lookup. So the list has
 lookup, as on one device. Other lookups do not depend on the samples, for example lookups of
 positions (0, 1, 2, ...). Every replica makes such a lookup. So the list has n rows for this
 lookup, but only one row on one device. The sum of the n rows is equal to the one row. But the
-squares of the n rows do not add up to the square of their sum, so the steps differ. With SGD the
+sum of the squares of the n rows is not the square of the one row. So the steps differ. With SGD the
 steps are equal.
 
 The step waits for the slowest device. Each replica's loss is divided by the number of replicas

@@ -3,7 +3,7 @@
 Every worker computes its share of each batch. Then the gradients are added up, in a ring or with
 NCCL. In a ring, each engine receives gradients from one neighbour, adds its own gradients to them,
 and sends the sum to the other neighbour. At the end all workers apply the same sum, so their copies
-of the model stay equal to the last bit:
+of the model stay equal, bit for bit:
 
     worker 0:  forward, backward --+                     +-> update
                                    |    <- ring / NCCL -> |

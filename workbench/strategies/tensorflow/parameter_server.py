@@ -19,7 +19,7 @@ rank of the worker that ran the closure. With n workers, each push uses 1/n of a
 
 When a worker dies, the run continues: the dead worker's closure runs again on another worker. So
 every closure runs at least once, and some run several times. When a server dies, its variables are
-lost. Without `--checkpoint`, the run then ends. With `--checkpoint`, by default a new server
+lost. If the run has no `--checkpoint`, it ends. With `--checkpoint`, by default a new server
 replaces the dead server, and the run continues from the last checkpoint.
 
     servers=2               variables are distributed over two servers
@@ -164,9 +164,9 @@ class ParameterServer(Strategy):
             for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
         )
         text = (
-            f"{where.capitalize()}. On each of these engines and on the engine that runs the cell, "
-            "TensorFlow starts a gRPC server, which listens on every network interface until the "
-            "run ends."
+            f"{where.capitalize()}. TensorFlow starts one gRPC server on each of these engines, "
+            "and one on the engine that runs the cell. These servers listen on every network "
+            "interface until the run ends."
         )
         context.emit(events.Noted(rank=0, text=text))
 

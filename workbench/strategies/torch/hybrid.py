@@ -24,11 +24,12 @@ Workbench adds up these gradients itself. DistributedDataParallel cannot do this
 not know when the last microbatch has left a stage.
 
 With its gradients, each worker also sends the time at which these gradients were ready. So sync
-wait and transfer can be measured separately. Workbench names the worker that computed longest in
-the step as the cause of all waits, including waits in other rows and columns of the grid. In each
-step, a worker sends the messages of its pipeline. In a ring all-reduce over d pipelines it also
-sends 2 (d-1)/d times the size of its stage's gradients. In each pipeline only the worker with the
-last stage counts samples, so that the sum of the counts is the batch size.
+wait and transfer can be measured separately. Workbench names the worker that computed longest in a
+step as the cause of all waits in this step. This includes waits in other pipelines and waits of
+workers with other stages. In each step, a worker sends messages to other workers of its pipeline,
+as under `model_split`. In a ring all-reduce over d pipelines it also sends 2 (d-1)/d times the size
+of its stage's gradients. In each pipeline only the worker with the last stage counts samples, so
+that the sum of the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops. The other pipelines then compute the
 share of this pipeline too. The size of a microbatch stays the same, but each pipeline has more
@@ -43,11 +44,11 @@ update:
     worker 3   sum of stage 1 --+
 
 Before the update, the workers confirm to each other that every worker has the sum for its stage.
-They exchange these messages first within each row of the grid, and then within each column. If a
-death interrupts the confirmation, some workers may already have taken the step. In this case the
-other workers take the step too. They do not need the dead worker for this, because each of them
-already has the sum for its own stage. If no worker has taken the step, the workers begin the step
-again.
+They exchange these confirmations first within each pipeline (a row of the grid), and then among the
+workers with the same stage (a column of the grid). If a death interrupts the confirmation, some
+workers may already have taken the step. In this case the other workers take the step too. They do
+not need the dead worker for this, because each of them already has the sum for its own stage. If no
+worker has taken the step, the workers begin the step again.
 """
 
 from __future__ import annotations
@@ -279,8 +280,8 @@ class Hybrid(ModelSplit):
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "the model computes the loss itself, so all microbatches must have the same size; with "
-            "fewer pipelines, some microbatches would have another size"
+            "the model computes the loss itself, so all microbatches must have the same size. With "
+            "fewer pipelines, the microbatches could have different sizes"
         )
 
     def leave_group(self) -> None:

@@ -15,8 +15,9 @@ With H steps in a round (`every=H`), workers send 1/H of the bytes that they sen
 Between two averages the replicas become different from each other. The difference is larger if the
 workers' data differs more. With H = 1, averaging parameters is the same as averaging gradients if
 the optimizer is linear in the gradient (SGD, with or without momentum). So the result is the
-same as on one device if H = 1, the optimizer is linear in the gradient, and all other options have
-their defaults. Optimizer state is not averaged: each worker keeps its own optimizer state.
+same as on one device under three conditions: H = 1, the optimizer is linear in the gradient, and
+all other options have their defaults. Optimizer state is not averaged: each worker keeps its own
+optimizer state.
 
 With DiLoCo (`outer=nesterov`), a round ends with an outer step. Let b be the parameters at the
 start of the round. The outer gradient d is b minus the mean of the replicas at the end of the
@@ -50,13 +51,13 @@ the workers average their replicas. If some workers have already completed this 
 the mean and the outer optimizer's state to the other workers. If no worker has completed it, the
 remaining workers undo the last step. They divide the batch of this step among themselves, take the
 step again, and then average again. So with `every=1` and SGD without momentum nothing is lost. In
-other cases the run loses at most the steps that the dead worker took since the workers last
-averaged their parameters, and the state of the dead worker's optimizer. A new worker copies the
+other cases the run loses the state of the dead worker's optimizer. It also loses at most the steps
+that the dead worker took since the workers last averaged their parameters. A new worker copies the
 replica of another worker. This replica contains the steps that the other worker has taken since the
 workers last averaged their parameters. So in the next average these steps count twice.
 
-In a step in which the workers average, a worker sends 2 (n-1)/n times the size of the parameters
-and floating-point buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n times the size
+With a ring all-reduce, a worker sends 2 (n-1)/n times the size of the parameters and floating-point
+buffers in each step in which the workers average. With fragments, it sends 2 (n-1)/n times the size
 of the current fragment. In the other steps it sends nothing. Workers wait for the slowest worker
 only in steps in which they average.
 """
@@ -93,7 +94,7 @@ def naive_round(
 ) -> list[float]:
     """Take H steps alone, one on each of this worker's H shares, then average. Return the losses.
 
-    `LocalSGD` averages all parameters in one message, can use only some of the workers in a round,
+    `LocalSGD` averages all parameters together, can use only some of the workers in a round,
     and distributes the data by class.
     """
     losses = []
@@ -246,7 +247,8 @@ class LocalSGD(ParameterAveraging):
             ""
             if self.options["fraction"] == 1
             else "with `fraction` below 1, Workbench chooses the workers of each round at random "
-            "from all workers, so the set of workers must not change"
+            "from all workers of the run. This choice needs the same set of workers during the "
+            "whole run"
         )
 
     def have_met(self) -> None:

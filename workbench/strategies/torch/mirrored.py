@@ -11,13 +11,14 @@ At the beginning rank 0's parameters are broadcast, so all copies are equal. All
 steps, so the copies stay equal. In a ring all-reduce of n workers, every worker sends 2 (n-1)/n
 times the gradient's size. Gradients are sent in buckets (groups of gradients) while the backward
 pass is still running. When a worker's backward pass has ended, the worker waits for the rest of the
-communication. This time counts as sync wait until the backward passes of all workers have ended,
-and as transfer from then on.
+communication. This time has two parts. Until the backward passes of all workers have ended, it
+counts as sync wait. After that, it counts as transfer.
 
-The mean over workers is the mean over samples only if all shares are equally large. So the loss of
-worker r is multiplied by `n * samples_r / samples`. Here n is the number of workers, `samples_r` is
-the size of the worker's share, and `samples` is the size of the batch. Let g_r be the gradient of
-the mean loss over this share. With the factor, the gradient of worker r is
+Each worker computes the mean loss over its share. Without a correction, shares of different sizes
+would have the same weight. So the loss of worker r is multiplied by `n * samples_r / samples`. Here
+n is the number of workers, `samples_r` is the size of the worker's share, and `samples` is the size
+of the batch. Let g_r be the gradient of the mean loss over this share. With the factor, the
+gradient of worker r is
 `n * samples_r / samples * g_r`. The mean of these gradients over the n workers is
 `sum_r (samples_r / samples) * g_r`. This sum is the gradient of the mean loss over the whole batch.
 
@@ -31,10 +32,10 @@ all-reduce. The measured times would not show which worker causes which wait.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with
-any algorithm except `backend`, all gradients are averaged in one message after the backward pass.
-DistributedDataParallel prepares the averaging when the loop calls `model(x)`. Workbench prepares it
-when the backward pass begins (`parts/reduction.py`), so a loop does not have to call `model(x)` and
-can compute the loss in any way.
+any algorithm except `backend`, there are no buckets: all gradients are averaged together, after the
+backward pass. DistributedDataParallel prepares the averaging when the loop calls `model(x)`.
+Workbench prepares it when the backward pass begins (`parts/reduction.py`), so a loop does not have
+to call `model(x)` and can compute the loss in any way.
 """
 
 from __future__ import annotations

@@ -588,7 +588,7 @@ class ModelSplit(Strategy):
         if self.pipeline is None:
             raise FitError(
                 "A pipeline cannot continue from a checkpoint if its data is a stream.",
-                allowed="data with a length, and with an index for each sample",
+                allowed="data with len(data), whose samples are data[0], data[1], ...",
                 next_step="give wb.fit a map-style dataset or arrays",
                 code="WB-FIT-122",
             )

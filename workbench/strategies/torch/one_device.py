@@ -4,7 +4,7 @@ Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
 
     worker 0:  batch -> forward -> loss -> backward -> optimizer
 
-For each batch of B samples, the gradient is g = 1/B sum of grad loss(sample). The step changes the
+For each batch of B samples, g is the mean of the gradients of the B losses. The step changes the
 parameters w to w - lr g. Nothing is sent.
 """
 

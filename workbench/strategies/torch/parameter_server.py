@@ -43,7 +43,8 @@ when a slower worker pushes. This slower worker is the cause of the wait, and th
 contains its rank. With `sync=true`, the sync wait is measured as under `central_storage`.
 
 If the gradient of an embedding table is sparse (`nn.Embedding(..., sparse=True)`), workers push
-only the gradient's rows, and servers send back only the rows that have changed (`servers/rows.py`).
+only the rows that have a gradient. Servers send back only the rows that have changed since their
+last answer to this worker (`servers/rows.py`).
 
 MXNet's KVStore with `dist_async` works like this strategy: workers call `push(key, gradient)` and
 `pull(key)`, and the optimizer is on the servers. `dist_sync` works like `sync=true`.

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism: each worker keeps 1/n of parameters, gradients and optimizer.
 
 Sources: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023. PyTorch's `fully_shard` (FSDP2) is the
-implementation.
+SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023. The strategy `sharded` uses PyTorch's
+implementation `fully_shard` (FSDP2).
 
     worker r keeps shard w_r of every layer's parameters w = [w_0 | w_1 | .. | w_n-1]
 
@@ -14,7 +14,7 @@ implementation.
 Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. As
 under `mirrored`, the loss of worker r is multiplied by `n * samples_r / samples`. Here n is the
 number of workers, `samples_r` is the size of the worker's share, and `samples` is the size of the
-batch. So the mean over workers is the mean over samples.
+batch. So the mean of the workers' gradients is the gradient of the mean loss over the whole batch.
 
 With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and two moments. With n
 workers, each worker needs 16/n bytes per parameter. It also needs memory for the parameters that
@@ -33,19 +33,21 @@ the function cannot run on device `meta` (because it computes with the values), 
 the whole model.
 
 All parameters of a unit are gathered together. A unit has at least `unit_mb` MB of parameters. Two
-kinds of modules can be units: the elements of a Sequential or ModuleList, and those children of the
-model that have no children of their own. The parameters that are not in any unit are called the
-rest, and are also gathered together. The rest always stays in memory from the forward pass to the
-backward pass. So for the rest, every worker sends only 2 (n-1)/n times the rest's size. A model
-that is smaller than `unit_mb` has no units. With `unit_mb=0`, small models have units too.
+kinds of modules can be units: an element of a Sequential or ModuleList, and a direct child of the
+model that contains no other module. The parameters that are not in any unit are called the rest,
+and are also gathered together. The rest always stays in memory from the forward pass to the
+backward pass. So for the parameters of the rest, every worker sends only 2 (n-1)/n times their
+size. A model that is smaller than `unit_mb` has no units. With `unit_mb=0`, small models have units
+too.
 
 Sent bytes are counted for each collective operation. In an all-gather every worker receives the
 parts of all workers. In a reduce-scatter every worker receives one part of the sum of all workers'
 gradients. In each of these operations, every worker sends S (n-1)/n bytes for a unit of S bytes, if
 the workers form a ring. Workers wait for each other several times in a step, also in the forward
-pass. So Workbench computes when each worker's gradients would be ready if the worker were never
-blocked (`parts/timing.py`). The worker with the latest of these times has no sync wait; the other
-workers wait for this worker. On GPUs the sync wait is not measured.
+pass. So for each worker, Workbench computes the ready time: the time at which its gradients would
+be ready if communication never blocked this worker (`parts/timing.py`). The worker with the latest
+ready time has no sync wait; the other workers wait for this worker. On GPUs the sync wait is not
+measured.
 """
 
 from __future__ import annotations
@@ -554,8 +556,8 @@ class Traffic:
         self.unmeasured = {}
         if not self.timed:
             why = (
-                f"on {trainer.device.type}, FSDP's collectives run in parallel with the "
-                "computation, so the time of a collective does not show how long a worker waits"
+                f"on {trainer.device.type}, FSDP's collectives run at the same time as the "
+                "computation, so their time does not show how long a worker waits"
             )
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:

@@ -25,13 +25,15 @@ tests these guesses with one sample: the loss and the gradient norm must be the 
 device. If the values differ, the guessed layers are `gathered`. They are also `gathered` if a
 worker's device does not have enough free memory for this test.
 
-Workers wait for each other during the forward pass and the backward pass. So Workbench computes
-when each worker's gradients would be ready if the worker were never blocked (`parts/timing.py`).
-The worker with the latest of these times has no sync wait; the other workers wait for this worker.
+Workers wait for each other during the forward pass and the backward pass. So for each worker,
+Workbench computes the ready time: the time at which its gradients would be ready if communication
+never blocked this worker (`parts/timing.py`). The worker with the latest ready time has no sync
+wait; the other workers wait for this worker.
 In the first step, Workbench counts the bytes that each collective operation sends, but not on GPUs.
 A ring all-reduce of a tensor of S bytes counts as 2 S (n-1)/n bytes. An all-gather or a
-reduce-scatter counts as S (n-1)/n bytes, where S is the size of the whole tensor. For later steps,
-Workbench multiplies the bytes per sample of the first step by the number of samples.
+reduce-scatter counts as S (n-1)/n bytes, where S is the size of the whole tensor. Workbench divides
+the bytes of the first step by the number of samples of this step. For a later step, it multiplies
+the result by the number of samples of the later step.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ STYLES = {
     "row": "divided by rows; needs a divided input; the outputs are added up",
     "gathered": "divided by columns; the output is gathered immediately",
     "split_row": "divided by rows; the input is not divided",
-    "heads": "the same as col, but for code that reshapes the output into attention heads",
+    "heads": "divided like col; for code that reshapes the output into attention heads",
 }
 ALONE = ("gathered", "split_row")
 
@@ -397,9 +399,9 @@ class TensorParallel(Partitioned):
                     "second layer can use the divided output of the first layer. Workbench could "
                     "not test the pairs, because the device of at least one worker does not have "
                     "enough free memory. So Workbench gathers the outputs of these layers. If the "
-                    "layers form pairs, Workbench does not have to gather these outputs. In this "
-                    "case, give the pairs in the option `plan`: `-o plan=fc1=col,fc2=row` (with "
-                    "the names of your layers)."
+                    "layers really form pairs, it is not necessary to gather these outputs. In "
+                    "this case, give the pairs in the option `plan`: `-o plan=fc1=col,fc2=row` "
+                    "(with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

@@ -144,8 +144,8 @@ WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "the other workers would no longer wait for worker {worker}. In each step, the "
     "exchange of tensors would begin as soon as all other workers are ready",
-    "pipeline": "the busiest worker decides how long a step takes. The time saved in a step is the "
-    "busy time of worker {worker} minus the longest busy time among the other workers. If this "
+    "pipeline": "the busiest worker decides how long a step takes. Time saved per step = busy time "
+    "of worker {worker} − longest busy time among the other workers. If this "
     "difference is negative, no time is saved. With a faster worker {worker}, the pipeline would "
     "also fill and drain in less time. The estimate leaves out this effect, so the real gain is "
     "larger",

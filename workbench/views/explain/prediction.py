@@ -377,8 +377,8 @@ class ChoicePicture(Picture, Choice):
         spent = ""
         if known:
             spent = f"The short runs took {_time(self.seconds)} in total. "
-        text = 'The column "interval" shows 95 % intervals of measured rates, '
-        return [f"{spent}{text}and 90 % intervals of predicted rates.", *self.notes]
+        text = 'In the column "interval", measured rates have a 95 % interval. '
+        return [f"{spent}{text}Predicted rates have a 90 % interval.", *self.notes]
 
     def text(self) -> str:
         """Return the table as text."""

@@ -694,7 +694,7 @@ class View {
     this.fewer.disabled = !live || Boolean(whyNot) || changing || workers <= 1;
     this.oneMore.disabled = !live || Boolean(whyNot) || changing || workers >= (most ?? Infinity);
     const why = whyNot || (changing ? "The number of workers is changing." : "");
-    const full = workers >= (most ?? Infinity) ? "The run cannot have more workers than a batch has samples." : "";
+    const full = workers >= (most ?? Infinity) ? "The number of workers cannot be larger than the number of samples in a batch." : "";
     this.staffing.title = why;
     for (const [button, label, limit] of [[this.fewer, FEWER, workers <= 1 ? "A run needs at least one worker." : ""], [this.oneMore, MORE, full]]) {
       button.title = why || limit || label;

@@ -207,7 +207,7 @@ SECTIONS.push({
         field("name", "str", "Name", "name of the run, to find it again", { placeholder: "strategy name" }),
         field("checkpoint", "str", "Checkpoint folder", "folder for checkpoints, to continue later", { placeholder: "none" }),
         field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
-        field("on_failure", "str", "When an engine dies", "stop (the run), continue (with fewer workers), replace (the engine) or heal (no step is repeated). If the field is empty: replace if there is a checkpoint folder, otherwise stop", { placeholder: "automatic" }),
+        field("on_failure", "str", "When an engine dies", "stop (the run), continue (with fewer workers), replace (the engine) or heal (the other workers continue, and a new engine joins them). An empty field chooses stop, or replace if there is a checkpoint folder", { placeholder: "automatic" }),
         field("log", "str", "Log to", "tensorboard:FOLDER, mlflow:URI, wandb:PROJECT or trackio:PROJECT", { placeholder: "none" }),
       ];
       const element = kit.h("div", { class: "wbp-common", role: "group", "aria-label": "For all runs" }, kit.h("div", { class: "wbp-group-title" }, "For all runs"), kit.h("div", { class: "wbp-common-fields" }, fields.map(([name, one]) => { one.root.classList.add(`wbp-of-${name}`); return one.root; })));

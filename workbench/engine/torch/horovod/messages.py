@@ -279,7 +279,8 @@ def allgather_async(
     dist.all_gather_object(shapes, about)
     if len({(shape[1:], kind) for shape, kind in shapes}) > 1:
         raise FitError(
-            "These tensors cannot be gathered, because their shapes or dtypes differ.",
+            "These tensors cannot be gathered, because their shapes or dtypes differ between the "
+            "ranks.",
             seen=", ".join(f"rank {at}: {shape} {kind}" for at, (shape, kind) in enumerate(shapes)),
             allowed="the same dtype, and shapes that differ only in the first dimension",
             code="WB-FIT-169",
@@ -464,7 +465,8 @@ def check_alike(tensors: Sequence[torch.Tensor]) -> None:
             "The ranks' models or optimizers differ.",
             seen=", ".join(f"rank {at}: {count} tensors" for at, count in enumerate(counts))
             if len(set(counts)) > 1
-            else f"{counts[0]} tensors on each rank, but their shapes or dtypes differ",
+            else f"{counts[0]} tensors on each rank, but the shapes or dtypes are not the same on "
+            "all ranks",
             next_step="build the same model and the same optimizer on every rank",
             code="WB-FIT-171",
         )

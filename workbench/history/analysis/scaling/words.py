@@ -52,11 +52,13 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
             None,
         )
     reason = reason_of(best.row, base)
-    head = "You should not distribute this training: the fastest run with several workers"
+    slower = best.high < 1
+    head = "You should not" if slower else "These runs show no clear reason to"
     if base.workers > 1:
-        head = f"You should not use more than {base.workers} workers: "
-        head += "the fastest run with more workers"
-    if best.high < 1:
+        head += f" use more than {base.workers} workers: the fastest run with more workers"
+    else:
+        head += " distribute this training: the fastest run with several workers"
+    if slower:
         return f"{head}, {gives}. {reason}".rstrip(), False
     doubt = (
         "The interval includes 1, so a gain is not certain. More steps or seeds may show a gain."
@@ -93,10 +95,11 @@ def _more(curve: Curve, best: Point) -> str:
         return ""
     least, most = law.scale / law.high, law.scale / law.low
     return (
-        "By Amdahl's law, a part of the work is not divided among the workers (communication and "
-        f"overhead count too). This part takes {law.serial * 100:.0f} % of the time of a step with "
-        "one worker. So with any number of workers, the speed-up is at "
-        f"most about {law.limit:.1f}x (95 % interval of this limit: {least:.1f}x to {most:.1f}x)."
+        "Amdahl's law assumes that a part of the work is not divided among the workers. "
+        "Communication and overhead belong to this part. By the law's estimate, the time of this "
+        f"part is {law.serial * 100:.0f} % of the time of a step with one worker. So even with "
+        f"very many workers, the speed-up stays below about {law.limit:.1f}x. The 95 % interval of "
+        f"this limit is {least:.1f}x to {most:.1f}x."
     )
 
 
@@ -136,8 +139,9 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     said += f" With {few}, computing takes {milliseconds(before_s)}."
     if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan) and _divided(plan, fewer):
         said += (
-            " Either the workers share cores, or most of the compute time is the same for every "
-            "batch size. Try a larger batch."
+            " So a smaller share of the batch saves little or no compute time. There are two "
+            "possible reasons: the workers share CPU cores, or a worker needs almost the same "
+            "compute time for a small batch as for a large batch. Try a larger batch."
         )
     return said
 
@@ -164,7 +168,10 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
         if mode == "strong"
         else "the batch grows with the number of workers"
     )
-    yield f"{mode.title()} scaling: {kept}. Speed-up compares samples per second, after warm-up."
+    yield (
+        f"{mode.title()} scaling: {kept}. The speed-up is computed from samples per second, "
+        "without the warm-up steps."
+    )
     for curve in curves:
         if curve.base.workers != 1:
             yield (
@@ -244,6 +251,6 @@ def _law(curve: Curve, *, several: bool) -> str:
         return f"{head}{law.why_not}."
     interval = f"95 % interval: {law.low * 100:.1f} % to {law.high * 100:.1f} %"
     return (
-        f"{head}By {law.name}'s law, the serial share (the part of one worker's step that cannot "
-        f"be divided) is {law.serial * 100:.1f} % ({interval})."
+        f"{head}By {law.name}'s law, {law.serial * 100:.1f} % of a step with one worker cannot be "
+        f"divided among workers ({interval}). This part is called the serial share."
     )

@@ -308,9 +308,9 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     sizes = noise.std(axis=(1, 2)) / (0.1 / math.sqrt(n))
     c.need(
         bool((np.abs(sizes - 1) < 0.45).all()) and abs(float(np.mean(sizes)) - 1) < 0.15,
-        "With z = 1, the noise in the messages to the office has a wrong standard deviation. The "
-        f"standard deviation divided by the right value, for rounds 0 to {len(sizes) - 1}: "
-        f"{', '.join(f'{one:.2f}' for one in sizes)}.",
+        "With z = 1, the noise in the messages to the office has a wrong standard deviation. For "
+        f"rounds 0 to {len(sizes) - 1}, the ratio of the measured value to the right value is "
+        f"{', '.join(f'{one:.2f}' for one in sizes)}. In each round, this ratio must be near 1.",
         "in each round, a branch adds its part of the noise once, before it sends the update",
     )
     c.need(
@@ -394,7 +394,10 @@ _TURNS = itertools.count(100, 10)
 """Numbers of rounds that no check has used: an answer may keep the masks of a round."""
 
 
-_INTEGERS = "all numbers between `encode` and `decode` must have the type torch.int64"
+_INTEGERS = (
+    "from the result of `encode` to the input of `decode`, all numbers must have the type "
+    "torch.int64"
+)
 
 
 @exercise("12.8", "Secure aggregation", where="the engines")
@@ -459,14 +462,14 @@ def secure(c: Check) -> None:
             not one[8][1][1] or turn + 3 in one[8][1][1],
             f"secure_sum(v, {turn + 3}, office) used the masks of the rounds {one[8][1][1]}, "
             f"but it must use the masks of round {turn + 3}.",
-            "if a branch uses the same masks in two rounds, the office can subtract one message "
-            "from the other, and the masks cancel: pass `number` on to `masked`",
+            "pass `number` on to `masked`. If a branch uses the same masks in two rounds, the "
+            "office can subtract one message from the other. Then the masks cancel",
         )
     noise = np.array([floats(c, one[3], "masked", (2000,)) for one in found]) / _R
     uniform = np.abs(np.sort(noise, axis=1) - np.linspace(0, 1, 2000)).max()
     c.need(
         n == 1 or float(uniform) < 0.06,
-        "`masked` of a vector of zeros did not return random numbers.",
+        "For a vector of zeros, `masked` did not return random numbers.",
         "add or subtract a mask for each of the other branches",
     )
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask

@@ -241,15 +241,15 @@ def predicted(c: Check) -> None:
                     f"exposed_s{asked} returned {found:.4g} s, but the exposed time is "
                     f"{true:.4g} s.",
                     "go through the messages in order. When are the gradients of a message ready? "
-                    "When has the previous message arrived? The message begins at the later of "
+                    "When does the previous message arrive? The message begins at the later of "
                     "these two times"
                     if way == "overlapped"
                     else "add one latency for each message, and the time to send all bytes",
                 )
-        c.expect(True, f"`{way}`: the exposed time is right for all wires that the check tried", "")
+        c.expect(True, f"`{way}`: the exposed time is right in all cases that the check tried", "")
 
 
-@exercise("10.2", "Equal weights and naive averaging", where="the engines")
+@exercise("10.2", "The same weights on all workers, and naive averaging", where="the engines")
 def naive(c: Check) -> None:
     """Call both functions on the engines. Compare the tensors, and count the messages."""
     workers = have(c, "same_weights", "average_naive")
@@ -358,8 +358,8 @@ def buckets(c: Check) -> None:
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
-            f"{case}. A parameter is missing, a parameter appears twice, or a bucket has a "
-            "parameter that belongs in no bucket.",
+            f"{case}. A parameter is missing or appears twice, or a bucket holds a parameter that "
+            "is frozen or is not in `parameters`.",
             "put each parameter that needs a gradient into exactly one bucket, and put no frozen "
             "parameter into a bucket",
         )
@@ -370,7 +370,7 @@ def buckets(c: Check) -> None:
         )
         c.need(
             got == wanted,
-            f"{case}. A bucket begins too early, begins too late, or is empty.",
+            f"{case}. A bucket begins at the wrong parameter, or a bucket is empty.",
             "begin a new bucket if the next parameter would make the bucket larger than the limit",
         )
     c.expect(
@@ -428,7 +428,7 @@ def _trained(
         c.need(
             values.shape == truth.shape and bool(np.allclose(values, truth, atol=1e-10)),
             f"After `finish()`, worker {rank} does not have the means of the gradients ({where}).",
-            "gradients do not always arrive in the order of the bucket: register a hook for each "
+            "the gradients of a bucket can arrive in any order: register a hook for each "
             "parameter, and begin a bucket's message when the hooks of all its parameters have run"
             if crossed
             else "if a bucket is still incomplete after the backward pass, `finish` must begin the "
@@ -472,9 +472,10 @@ def parallel(c: Check) -> None:
         min(early) >= 4,
         "messages begin while the backward pass is still running",
         "at least 4 of 7 messages must begin before the backward pass reaches the first layer. In "
-        f"the first step {early[0]} messages began so early, and in the second step {early[1]}",
-        "begin the message of a bucket in the hook that gets the last gradient of this bucket, and "
-        "prepare the next step in `finish`",
+        f"the first step, {early[0]} messages began early enough. In the second step, "
+        f"{early[1]} messages began early enough",
+        "when a hook gets the last gradient of a bucket, begin the bucket's message in this hook. "
+        "Prepare the next step in `finish`",
     )
     waits = max(int(worker[4]) for worker in small)
     c.expect(
@@ -487,7 +488,7 @@ def parallel(c: Check) -> None:
     left = max(int(worker[5]) for worker in small)
     c.need(
         not left,
-        f"In two steps, `finish` did not wait for {left} messages that a worker began.",
+        f"In two training steps, `finish` did not wait for {left} of a worker's messages.",
         "call wait() on the result of each wire.begin(...): if a message failed, wait() says why",
     )
     whole = _trained(c, "DataParallel", _LARGE)
@@ -507,11 +508,10 @@ def parallel(c: Check) -> None:
     earliest = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
     c.need(
         earliest >= 4,
-        "The check also used a model that calls its last module second. In this model, some "
-        "buckets are complete earlier than the first bucket. Their messages must wait until the "
-        "message of the first bucket has begun, because messages begin in the order of the "
-        "buckets. At least 4 of 7 messages must begin before the backward pass reaches the first "
-        f"layer. In one step, only {earliest} messages began so early.",
+        "The check also used a model that calls its last module directly after its first module. "
+        "In its backward pass, some later buckets are complete before bucket 0. But messages must "
+        "keep the order of the buckets. At least 4 of 7 messages must begin before the backward "
+        f"pass reaches the first layer. In a step, only {earliest} of them began early enough.",
         "after you begin a message, look at the next bucket: if it is complete, begin its message "
         "too",
     )
@@ -526,8 +526,8 @@ def accumulating(c: Check) -> None:
     c.need(
         all(there),
         "`Accumulating` has no method `no_sync`.",
-        "write `no_sync` with @contextlib.contextmanager: the line before its yield sets a flag, "
-        "and the line after its yield resets this flag",
+        "write `no_sync` with @contextlib.contextmanager: set a flag before the `yield`, and "
+        "reset this flag after the `yield`",
     )
     found = _trained(c, "Accumulating", _SMALL, quiet=True)
     told = [[int(one) for one in worker[3]] for worker in found]
@@ -541,10 +541,10 @@ def accumulating(c: Check) -> None:
     c.expect(
         all(one[1] == one[5] == 7 for one in told) and early >= 4,
         "the backward pass after no_sync() adds its gradients to the earlier gradients. Messages "
-        "with these sums begin before this pass ends",
-        f"after no_sync(), two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters. "
-        f"In one of these steps, {early} messages began before the backward pass reached the first "
-        "layer. Each step must send 7 messages, and at least 4 of them must begin so early",
+        "with the added gradients begin during this backward pass",
+        f"after no_sync(), the first step sent {told[0][1]} messages and the second step sent "
+        f"{told[0][5]}. Each step must send 7 messages, and at least 4 must begin before the "
+        f"backward pass reaches the first layer. In one of these steps, {early} began early enough",
         "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", 200, quiet=True)
@@ -572,8 +572,8 @@ def exposed(c: Check) -> None:
     wanted = float(np.median(EXPOSED_S[2:]))
     c.expect(
         math.isclose(made, wanted, rel_tol=1e-6),
-        "`exposed_of` adds wait time and transfer time in each row, and returns the median of "
-        "these sums from step 2 on",
+        "`exposed_of` adds wait time and transfer time in each row, leaves out steps 0 and 1, and "
+        "returns the median of the sums",
         f"the check made a run with four steps: their exposed times are {list(EXPOSED_S)} s. For "
         f"this run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
         f"{wanted:.4g} s",
@@ -623,8 +623,8 @@ def best(c: Check) -> None:
             times[int(found)] <= least * (1 + 1e-9),
             f"{case} returned {found:g}. With this number of blocks, the exposed time is "
             f"{times[int(found)]:.4g} s. With another number of blocks, it is only {least:.4g} s.",
-            "try every number of blocks. The buckets are filled from the last block to the first, "
-            "and only the last bucket may hold fewer blocks. A message begins when its blocks have "
-            "their gradients and the previous message has arrived",
+            "try every number of blocks. Fill the buckets from the last block to the first: only "
+            "the bucket that is filled last may hold fewer blocks than the others. A message "
+            "begins when its blocks have their gradients and the previous message has arrived",
         )
-    c.expect(True, "`best_blocks` returns a number of blocks with the shortest exposed time", "")
+    c.expect(True, "with the result of `best_blocks`, the exposed time is the shortest", "")

@@ -280,8 +280,8 @@ def flat(c: Check) -> None:
             )
             c.need(
                 bool(same),
-                "`unflatten(flat, like)` did not return the numbers of `flat` with the type of "
-                "`flat` and the shapes of the tensors in `like`.",
+                "`unflatten(flat, like)` returned wrong tensors. The tensors must have the numbers "
+                "and the type of `flat`, and the shapes of the tensors in `like`.",
                 "in the vector `flat`, each tensor begins where the previous tensor ends. Take all "
                 "numbers from `flat`: the numbers in `like` can be different",
             )
@@ -339,7 +339,7 @@ def zero(c: Check) -> None:
     c.expect(
         all(sorted(one) == ["all_gather", "reduce_scatter"] for one in names),
         "a step uses one reduce-scatter and one all-gather",
-        "a step must use one reduce_scatter and one all_gather of the link, but it used "
+        "a step must call link.reduce_scatter and link.all_gather once each, but its calls were: "
         f"{', '.join(names[0]) or 'none'}",
         "flatten all gradients first, so that one reduce_scatter is enough, and collect the new "
         "parts with one all_gather. An all_reduce sends twice as much as a reduce_scatter"
@@ -356,7 +356,7 @@ def saved_state(c: Check) -> None:
     c.need(
         all(one is not None for one in found),
         "`whole_state()` did not return a dictionary.",
-        "fill in both methods; whole_state returns a dictionary of tensors",
+        "fill in `whole_state` and `load`; `whole_state` returns a dictionary of tensors",
     )
     lost = [str(name) for name in found[0][2]]
     c.need(
@@ -462,8 +462,8 @@ def _divided(
     c.need(
         held <= numbers / workers + bias and biases in range(1, workers + 1),
         f"Worker {rank} holds {held:.0f} parameters, and all workers together hold "
-        f"{everywhere:.0f}. Without the last bias, the layers have {numbers:.0f} parameters, and "
-        f"each worker must hold {numbers / workers:.0f} of them.",
+        f"{everywhere:.0f}. The layers have {numbers:.0f} parameters if the last bias is not "
+        f"counted. Each worker must hold {numbers / workers:.0f} of them.",
         f"keep only this worker's part as parameters: {kept}; the last bias may be on every worker "
         "or on only one worker",
     )
@@ -471,8 +471,8 @@ def _divided(
     c.need(
         not other,
         f"Worker {rank} sent a tensor with {max(other, default=0)} numbers. But a worker may send "
-        "only two tensors: the tensor that it adds to the result, and its gradient of the input. "
-        f"Each of these two tensors has {whole} numbers.",
+        "only two tensors: the tensor that it adds to the result, and the gradient that it "
+        f"computes for the input. Each of these two tensors has {whole} numbers.",
         "do not send weights: apply CopyIn to the input, and SumOut to the tensor that this worker "
         "adds to the result",
     )
@@ -489,8 +489,8 @@ def _divided(
     )
     c.need(
         off_later < 1e-10,
-        f"After a step of SGD, the result on worker {rank} differs from the result of the "
-        f"undivided layers by {off_later:.2g}.",
+        f"After a step of SGD, the result on worker {rank} is wrong: it differs by {off_later:.2g} "
+        "from the result of the undivided layers.",
         "add the whole bias once, on one worker. Suppose that each of N workers has the "
         "parameter bias / N instead. Then each of these parameters gets the full gradient. So a "
         "step changes their sum N times as much as it should",
@@ -527,15 +527,15 @@ def mlp(c: Check) -> None:
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
-            f"On worker {rank} the result differs from the result of the undivided MLP by "
-            f"{float(off):.2g}.",
+            f"On worker {rank} the result is wrong: it differs by {float(off):.2g} from the result "
+            "of the undivided MLP.",
             "use `gelu` between the layers, as in second(gelu(first(x))), and add the bias of the "
             "second layer once, after the sum over the workers",
         )
         c.need(
             float(off_input) < 1e-10,
-            f"On worker {rank} the gradient of the input differs from the gradient with the "
-            f"undivided MLP by {float(off_input):.2g}.",
+            f"On worker {rank} the gradient of the input is wrong: it differs by "
+            f"{float(off_input):.2g} from the gradient that the undivided MLP gives.",
             "every worker used x, so the gradients of all workers must be added up: apply CopyIn "
             "to x",
         )
@@ -553,20 +553,20 @@ def attention(c: Check) -> None:
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
-            f"On worker {rank} the result differs from the result with all heads on one worker by "
-            f"{float(off):.2g}.",
+            f"On worker {rank} the result is wrong: it differs by {float(off):.2g} from the result "
+            "of the undivided attention (all heads on one worker).",
             "queries, keys and values are three blocks of rows in qkv.weight: take the rows of "
             "this worker's heads from each block. Use the causal mask. Add the bias of `out` once",
         )
         c.need(
             float(off_input) < 1e-10,
-            f"On worker {rank} the gradient of the input differs from the gradient with all "
-            f"heads on one worker by {float(off_input):.2g}.",
+            f"On worker {rank} the gradient of the input is wrong: it differs by "
+            f"{float(off_input):.2g} from the gradient that the undivided attention gives.",
             "apply CopyIn to the input, and SumOut after the product with the weight of `out`",
         )
         kept = "the rows of `qkv` and the columns of `out` for this worker's heads"
         _divided(c, rank, len(found), parts, float(off_later), kept)
-    c.expect(True, "the result and all gradients are the same as with all heads on one worker", "")
+    c.expect(True, "the result and all gradients are the same as with the undivided attention", "")
 
 
 @exercise("11.8", "What autograd saves", where="the engines")
@@ -586,8 +586,8 @@ def saved(c: Check) -> None:
         float(square) == float(square_true),
         f"For z * z, autograd saves z: ten float64 numbers, which have 80 bytes. But `saved_bytes` "
         f"returned {float(square):g}.",
-        "autograd saves the same tensor z twice: count tensors with the same data_ptr() once. "
-        "element_size() is the number of bytes of one number",
+        "autograd saves the same tensor z twice. If tensors have the same data_ptr(), count only "
+        "one of them. element_size() is the number of bytes of one number",
     )
     c.need(
         float(net) == float(net_true),

@@ -206,8 +206,9 @@ def feedback(c: Check) -> None:
             c.need(
                 bool(np.allclose(error, memory[rank], atol=EXACT)),
                 f"{words}: `error` of worker {rank} is wrong after {len(gradients)} steps.",
-                "for one worker, add up its unpacked messages of all steps and its self.error "
-                "after the last step: the result must be the sum of its gradients"
+                "test this on one worker: add up the unpacked messages of all steps, and add "
+                "self.error after the last step. The result must be the sum of this worker's "
+                "gradients"
                 if used
                 else "without feedback, self.error must stay zero",
             )
@@ -230,7 +231,8 @@ def feedback(c: Check) -> None:
             )
     c.expect(
         True,
-        "on every worker, the unpacked messages and `error` add up to the sum of the gradients",
+        "with feedback, each worker's unpacked messages plus its last `error` equal the sum of its "
+        "own gradients",
         "",
     )
 
@@ -320,7 +322,7 @@ def loops(c: Check) -> None:
                 "the second number of each point is task.loss(w): the loss of the weights that "
                 f"every worker has after this {unit}",
             )
-    c.expect(True, "both loops return the right weights, and the right bytes at each point", "")
+    c.expect(True, "both loops return the right weights and the right curves", "")
 
 
 _CURVES = {
@@ -384,9 +386,9 @@ def equal_bytes(c: Check) -> None:
             f"the run {name!r} sent as many bytes as 'dense'",
             f"in the run {name!r} all workers together sent {sent[name]:.0f} bytes, but in "
             f"'dense' they sent {sent['dense']:.0f} bytes",
-            "for 'topk', the number of steps is the bytes of 'dense' divided by the bytes of one "
-            "step of 'topk'. For 'local', the number of rounds is the bytes of 'dense' divided by "
-            "the bytes of one round of 'local', and each round has 16 steps",
+            "for 'topk', divide the bytes of 'dense' by the bytes of one step of 'topk': the "
+            "result is the number of steps. For 'local', divide the bytes of 'dense' by the bytes "
+            "of one round of 'local': the result is the number of rounds. Each round has 16 steps",
         )
     losses = {name: _final_loss(c, name) for name in sent}
     c.expect(
@@ -432,8 +434,8 @@ def gossip(c: Check) -> None:
         found = c.number_from("second_eigenvalue", matrix)
         c.need(
             math.isclose(found, second, abs_tol=1e-6),
-            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}, but this is not the "
-            "second largest magnitude of an eigenvalue.",
+            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}. But this is "
+            "not the second largest of the eigenvalues' magnitudes.",
             "sort the magnitudes of the eigenvalues: an eigenvalue of -0.8 counts as 0.8",
         )
     for matrix, factor, rounds in (
@@ -474,11 +476,11 @@ def gossip(c: Check) -> None:
         found = c.number_from("decay", spreads.tolist())
         c.need(
             math.isclose(found, slope, rel_tol=1e-3),
-            f"decay({spreads.round(3).tolist()}) returned {found:.4g}, which is not the factor by "
-            "which this spread falls in a round.",
+            f"decay({spreads.round(3).tolist()}) returned {found:.4g}, which is not the number by "
+            "which a round multiplies this spread.",
             "fit a straight line through the logarithms of all spreads, and return exp(slope)",
         )
-    c.expect(True, "`decay` returns the factor by which a spread falls in a round", "")
+    c.expect(True, "`decay` returns the number by which a round multiplies a spread", "")
 
 
 def _matrix(c: Check, value: Any, name: str, n: int) -> Floats:

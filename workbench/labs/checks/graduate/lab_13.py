@@ -126,8 +126,8 @@ def rates(c: Check) -> None:
     )
     c.need(
         0.025 <= shortest_s < 0.06,
-        "After a first call of 10 ms, four calls took 90, 30, 90 and 90 ms, but best_s returned "
-        f"{1e3 * shortest_s:.0f} ms.",
+        "In the check, the first call of `work` took 10 ms, and the next four calls took 90, 30, "
+        f"90 and 90 ms. But best_s returned {1e3 * shortest_s:.0f} ms.",
         "leave out the first call, and return the shortest time of a single call",
     )
     c.expect(True, "`best_s` leaves out the first call and returns the shortest time", "")
@@ -138,8 +138,7 @@ def rates(c: Check) -> None:
     )
     c.need(
         not other,
-        "The work that `matmul_rate` or `copy_rate` measures contains something that it must not "
-        f"contain: {', '.join(other)}.",
+        f"The measured work of `matmul_rate` and `copy_rate` must not contain {', '.join(other)}.",
         "before you measure, create all tensors with the type float32. The measured work "
         "must be only the product, or only the copy",
     )
@@ -149,25 +148,27 @@ def rates(c: Check) -> None:
         "measure one copy of `numbers` numbers. At least one of them measures something else.",
         "measure only torch.mm(a, b, out=c) in `matmul_rate`, and only b.copy_(a) in `copy_rate`",
     )
-    for name, rate, truth, hint in (
+    for name, rate, truth, work, hint in (
         (
             "matmul_rate(24, 3)",
             found[0],
             2 * 24**3 / 0.5,
+            "the FLOPs of one product",
             "there are n * n * n multiplications and as many additions",
         ),
         (
             "copy_rate(1000, 7)",
             found[1],
             8 * 1000 / 0.5,
+            "the bytes of one copy",
             "for each number, 8 bytes are moved: 4 are read, and 4 are written",
         ),
     ):
         value = float(floats(c, rate, name, ()))
         c.need(
             math.isclose(value, truth, rel_tol=1e-6),
-            f"The check replaced `best_s` by a function that returns 0.5. Then `{name}` returned "
-            f"{value:.4g}, which is not the rate.",
+            "The check replaced `best_s` by a function that always returns 0.5 s. Then "
+            f"`{name}` must return {work} divided by 0.5 s, but it returned {value:.4g}.",
             hint,
         )
     c.expect(True, "`matmul_rate` and `copy_rate` are right", "")
@@ -243,7 +244,7 @@ def used(c: Check) -> None:
     machine = c.value("machine")
     c.need(
         isinstance(machine, dict) and "peak" in machine,
-        "The notebook has no measured peak of the FLOPs per second.",
+        "The variable `machine` does not contain the machine's peak FLOPs per second.",
         "solve exercise 13.2. Then run the cells below exercise 13.2, down to the cell with "
         "`%pull machine`",
     )
@@ -257,7 +258,7 @@ def used(c: Check) -> None:
             close(found, value, SHARE),
             f"`{name}` agrees with the median time of a step",
             f"`{name}` is {found:.4g}, which does not agree with `step_time_s`",
-            "call `mfu` with three arguments: what `step_flops` returns for this run, "
+            "call `mfu` with three arguments: the result of `step_flops` for this run, "
             "`step_time_s`, and the peak"
             if name == "used"
             else "a step has 16 sequences of 64 tokens",
@@ -372,7 +373,8 @@ def prediction(c: Check) -> None:
         "`own_error` compares the run 'many' with your formula",
         f"`own_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
         "call `compute_from` with the mean step time of `two`, without step 0. The result is the "
-        "compute time c in your formula. The error is measured / predicted - 1, without rounding",
+        "compute time c in your formula. The error is the measured time divided by the predicted "
+        "time, minus 1. Do not round it",
     )
     predicted = c.value("workbench_s")
     predicted_s = predicted.get(str(many.plan.workers)) if isinstance(predicted, dict) else None
@@ -387,7 +389,8 @@ def prediction(c: Check) -> None:
         "`workbench_error` compares the run 'many' with Workbench's prediction",
         f"`workbench_error` is {found:.3g}, which does not agree with `workbench_s` and the run "
         "'many'",
-        "the predicted time is workbench_s[str(MANY)]. The error is measured / predicted - 1",
+        "the predicted time is workbench_s[str(MANY)]. The error is the measured time divided by "
+        "the predicted time, minus 1",
     )
 
 
@@ -403,7 +406,7 @@ def slowest(c: Check) -> None:
             math.isclose(found, truth, rel_tol=1e-6),
             f"expected_slowest({times}, {n}) returned {found:.4g}, which does not follow the "
             "formula.",
-            "sort the m times. The weight of time number i, from 1 to m, is "
+            "sort the m times, and number them from 1 to m. The weight of time i is "
             "(i/m)**n - ((i-1)/m)**n",
         )
     c.expect(True, "`expected_slowest` is right for 1, 2 and 16 workers", "")
@@ -412,8 +415,8 @@ def slowest(c: Check) -> None:
         pair = floats(c, c.call("interval", values, 4000, 3), "interval", (2,))
         c.need(
             _near(pair, (low, high)),
-            f"For {len(values)} values, `interval` returned {pair[0]:.2f} to {pair[1]:.2f}, but "
-            f"90 % of the means that the check drew are between {low:.2f} and {high:.2f}.",
+            f"For {len(values)} values, `interval` returned {pair[0]:.2f} to {pair[1]:.2f}. But "
+            f"90 % of the means that the check computed are between {low:.2f} and {high:.2f}.",
             "do this `repeats` times: draw len(values) values with replacement, and compute their "
             "mean. Then return the 5 % and the 95 % quantile of these means",
         )
@@ -450,8 +453,9 @@ def slowest(c: Check) -> None:
         ),
         "`slowest_error` takes the slowest worker into account",
         f"`slowest_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
-        "add expected_slowest(times, MANY) - expected_slowest(times, 2) to your prediction. The "
-        "error is measured / predicted - 1",
+        "add expected_slowest(times_s, MANY) - expected_slowest(times_s, 2) to your prediction. "
+        "Here `times_s` are the compute times of all workers of `two`, without step 0. The error "
+        "is the measured time divided by the predicted time, minus 1",
     )
     rows = (many.history["rank"] == 0) & (many.history["step"] >= 1)
     values = many.history["step_s"][rows]
@@ -512,9 +516,9 @@ def cost(c: Check) -> None:
         c.need(
             found == truth,
             f"cheapest({offers}, {deadline_s}) returned {found:g}, which is not right.",
-            "leave out options that are too slow. Then take the option with the lowest cost. If "
-            "costs are equal, take the shortest time. Return the number of workers of this option. "
-            "If no option remains, return 0",
+            "leave out each option that takes more than `deadline_s` seconds. Then take the option "
+            "with the lowest cost. If costs are equal, take the shortest time. Return the number "
+            "of workers of this option. If no option remains, return 0",
         )
     c.expect(True, "`epoch_cost` and `cheapest` are right", "")
     names = [str(one) for one in c.items("job_files")]

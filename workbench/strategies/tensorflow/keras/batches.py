@@ -118,8 +118,9 @@ class Batches:
         if rest % self._replicas and self._context.spec.rank == 0:
             text = (
                 f"The last batch of an epoch has {rest} sample{'s' * (rest > 1)}, which "
-                f"{self._replicas} replicas cannot share evenly. So each sample of a "
-                "smaller share gets a little more weight."
+                f"{self._replicas} replicas cannot share evenly. So the shares have different "
+                "sizes, but each share counts equally in the update. Each sample of a smaller "
+                "share then counts a little more."
             )
             if rest < self._replicas:
                 text += (
@@ -317,7 +318,7 @@ def check_size(given: int | None, made: int | None) -> None:
     raise FitError(
         "`batch_size` differs from the size of the batches in the data set.",
         seen=f"batches of {made} in the data set, batch_size={given}",
-        next_step=f"remove batch_size, or batch the data set with .batch({given})",
+        next_step=f"remove batch_size, or make the data set with batches of {given} samples",
         code="WB-FIT-090",
     )
 

@@ -468,8 +468,8 @@ def _theirs(
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
             note(
-                f"On several workers, the callback {type(one).__name__} uses the path {path}. Of "
-                "these workers, only the worker with the lowest rank writes to this path."
+                f"Several workers use the same path for the callback {type(one).__name__}: {path}. "
+                "Only one of them, the worker with the lowest rank, writes to this path."
             )
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 

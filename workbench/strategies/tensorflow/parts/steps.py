@@ -427,11 +427,11 @@ class OwnLoop:
             return
         if tf.executing_eagerly():
             raise FitError(
-                "In your own loop, --init-from needs a step in a tf.function. The first step of "
-                "this loop computed its gradients before Workbench could load the weights of "
-                "--init-from.",
-                seen="--init-from, with a step that is not in a tf.function",
-                allowed="a step in a tf.function, or training with wb.fit or model.fit",
+                "In your own loop, --init-from works only if the training step is in a "
+                "tf.function. The first step of this loop computed its gradients before Workbench "
+                "could load the weights of --init-from.",
+                seen="--init-from, with a training step that is not in a tf.function",
+                allowed="a training step in a tf.function, or training with wb.fit or model.fit",
                 next_step="put @tf.function on the function that calls strategy.run",
                 code="WB-FIT-080",
             )

@@ -8,9 +8,9 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
                      ▲                │
                      └── e_r = p - decompress(c)      what is not sent now is sent later
 
-- `fp16`, `bf16`: the gradient is sent with half the bits, and the all-reduce adds numbers of this
-  type. `bf16` has the range of float32 and 8 bits of precision. `fp16` has 11 bits of precision,
-  and its largest number is 65504.
+- `fp16`, `bf16`: the gradient is sent as numbers of this type, with half the bits of float32. The
+  all-reduce also adds numbers of this type. `bf16` has the range of float32 and 8 bits of
+  precision. `fp16` has 11 bits of precision, and its largest number is 65504.
 - `topk:F`: each worker sends only the numbers of its gradient that have the largest magnitude, as
   values and indices. F is the fraction of the gradient's numbers that a worker sends. The workers
   choose numbers at different places, so an all-reduce cannot add them up. Instead, an all-gather

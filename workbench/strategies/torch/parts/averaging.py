@@ -103,8 +103,8 @@ class Averaging:
             )
         if asked == BACKEND and simulated:
             raise FitError(
-                "--inject bandwidth and --inject latency work only on Workbench's own links, "
-                "which allreduce=backend does not use.",
+                "--inject bandwidth and --inject latency work only on Workbench's own links. "
+                "allreduce=backend does not use these links.",
                 seen=", ".join(fault.text for fault in self._context.spec.faults),
                 next_step="use -o allreduce=auto, or an algorithm such as -o allreduce=ring",
                 code="WB-FIT-109",

@@ -190,8 +190,8 @@ class LoopHealing:
     def several_batches(self) -> None:
         """Keep the set of workers fixed: a step's earlier batches cannot be given out again."""
         self._regrouping.withdraw(
-            "one step uses several batches, and after a failed step the loader can give only the "
-            "last batch again"
+            "one step uses several batches. After a failed step, the loader can give only the last "
+            "of these batches again, so the step cannot be repeated"
         )
 
     def broke_off(self, error: Exception) -> bool:

@@ -6,7 +6,7 @@ Source: the linear partition problem; used for pipelines in Narayanan et al., Pi
 section 3.1.
 
 A pipeline is as fast as its slowest stage. There are many ways to cut the first i layers into s
-stages. T(i, s) is the time of the slowest stage in the best of these ways:
+stages. In each way, one stage is the slowest. T(i, s) is the shortest possible time of this stage:
 
     T(i, 1) = time of layers 0..i-1
     T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving the values at j)

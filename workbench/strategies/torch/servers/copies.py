@@ -11,22 +11,22 @@ receives only the sum of the workers' gradients).
 
 The servers form a ring. Each server holds its own part of the parameters. It also holds a copy of
 another part: the part that belongs to the previous server in the ring. If there is only one part,
-the second server holds only the copy.
+Workbench starts a second server that holds only the copy.
 
-Below, "the server" of a part is the server to which the part belongs. "The copy server" is the
-server that holds the copy of this part. In each step, the server sends the gradient of the step and
-a list of the step's pushes to the copy server. If the optimizer's settings have changed, it sends
-them too. In a synchronous step, the gradient is the sum over all workers. In asynchronous training
-every push is a step, so the server sends the gradient of every push.
+So each part is on two servers. Below, "the server" is the one to which the part belongs. "The copy
+server" is the server that holds the copy of this part. In each step, the server sends the gradient
+of the step and a list of the step's pushes to the copy server. If the optimizer's settings have
+changed, it sends them too. In a synchronous step, the gradient is the sum over all workers. In
+asynchronous training every push is a step, so the server sends the gradient of every push.
 
 The copy server takes the same step. So the copy has the same parameters, optimizer state and
-version as the original, to the last bit. The server answers a worker only after the copy server has
+version as the original, bit for bit. The server answers a worker only after the copy server has
 confirmed the step.
 
 In a synchronous step, a push waits until the pushes of all workers have arrived. The copy server
 does not receive a push that waits. If the server dies, the worker sends this push again, because
-the push has no answer yet. Under `parameter_server` with `max_staleness`, only the answer to a push
-waits: the server and the copy server have already taken the step.
+the push has no answer yet. Under `parameter_server` with `max_staleness`, a push does not wait. The
+server and the copy server take its step immediately. Only the answer to the push may have to wait.
 
     the server dies       the copy server first receives everything that the server had sent, then
                           it answers the workers. Each worker switches to the copy server and

@@ -175,13 +175,15 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "The optimizer has a parameter of the model that is not on the servers. "
-                        "When the servers received the model, this parameter was frozen or not "
-                        "in the optimizer.",
+                        "The optimizer has a parameter that is not on the servers. When the "
+                        "servers received the model, this parameter was frozen or not in the "
+                        "optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
-                        allowed="only parameters that were trained at the beginning",
-                        next_step="call wb.prepare with all layers unfrozen and in the optimizer, "
-                        "and freeze some afterwards, or use the strategy `mirrored`",
+                        allowed="only parameters that were in the optimizer, and not frozen, when "
+                        "the servers received the model",
+                        next_step="before wb.prepare, unfreeze all layers, and give all their "
+                        "parameters to the optimizer. After wb.prepare, freeze the layers that "
+                        "must not train yet. Or use the strategy `mirrored`",
                         code="WB-FIT-124",
                     )
 
@@ -199,7 +201,7 @@ class Remote:
                 "The gradients were changed between backward() and optimizer.step(). The gradient "
                 "of a step is the sum of all workers' gradients. Only the servers know this sum, "
                 "so a worker cannot clip it.",
-                seen="clip_grad_norm_, or another change of the gradients in place",
+                seen="clip_grad_norm_, or another in-place change of the gradients",
                 next_step="use wb.fit(..., clip_norm=...), which clips this sum, or use the "
                 "strategy `mirrored`",
                 code="WB-FIT-125",

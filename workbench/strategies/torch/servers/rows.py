@@ -12,9 +12,9 @@ sent the whole table. But the size of a message does not depend on the size of t
 method needs an optimizer that changes only the rows that have a gradient. With another optimizer
 the run ends with an error (`check_row_wise`).
 
-The number of rows differs from step to step. So the size of these messages is not fixed; it only
-has an upper limit. Workbench uses shared memory only for messages of a fixed size. So these
-messages always use a socket, even where messages of whole tensors use shared memory.
+The number of rows in a message differs from step to step. So the size of these messages is not
+fixed; it only has an upper limit. Workbench uses shared memory only for messages of a fixed size.
+So these messages always use a socket, even where messages of whole tensors use shared memory.
 """
 
 from __future__ import annotations

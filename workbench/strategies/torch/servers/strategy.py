@@ -241,9 +241,9 @@ class Served(Strategy):
             "only this worker's copy of the model.",
             seen="a call of another optimizer's step()",
             allowed="one optimizer for the whole loop",
-            next_step="use only the first optimizer: you can change its param_groups (lr, "
-            "momentum, ...), and the servers use the changed values; or use the strategy "
-            "`mirrored`",
+            next_step="use only the optimizer that wb.prepare received. You can change its "
+            "param_groups (lr, momentum, ...): the servers use the changed values. Or use the "
+            "strategy `mirrored`",
             code="WB-FIT-129",
         )
 
