@@ -93,7 +93,7 @@ def main() -> None:
                 pairs.append((times[True], times[False]))
             result: dict[str, object] = {"what": f"TensorFlow, {way}, recorded / plain"}
             print(f"{way}: {statistics.median(a['step_ms'] for a, _ in pairs[1:]):.1f} ms", end="")
-            for name, words in (("step_ms", "steps/s"), ("cpu_ms", "steps per CPU second")):
+            for name, words in (("step_ms", "steps/s"), ("cpu_ms", "steps per s of CPU time")):
                 ratios = [bare[name] / ours[name] for bare, ours in pairs[1:]]
                 result[f"{name.removesuffix('_ms')}_ratio"] = statistics.median(ratios)
                 shown = " ".join(f"{ratio:.3f}" for ratio in ratios)

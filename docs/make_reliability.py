@@ -123,7 +123,7 @@ HELD = {
     "sockets": "sockets among the open files",
     "pipes": "pipes",
     "events": "event counters and polls (eventfd, epoll)",
-    "paths": "open files and devices that have a path",
+    "paths": "open files and devices with a name in the file system (no sockets, no pipes)",
     "rss_mb": "memory (RSS), MB",
     "pss_mb": "memory (PSS), MB",
     "processes": "processes that the kernel started",
@@ -209,8 +209,8 @@ def chaos(seeds: list[dict[str, Any]]) -> str:
     lines = [
         "| fault | rounds | time until the cell ends: median | worst | rounds in which the next "
         "cell works immediately | rounds in which the next cell works after the suggested "
-        "action | time until the next cell has ended: median | worst | rounds in which "
-        "a check failed |",
+        "action | time from the end of the cell to the end of the next cell: median | worst "
+        "| rounds in which a check failed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rounds = [one for seed in seeds for one in seed["each"]]

@@ -17,7 +17,7 @@ HEAD = """# Mistakes and their messages
 The first line of each message ends in a code, `[WB-FIT-...]`. The code stays the same if the words
 of the message change. [error-codes.md](error-codes.md) lists all codes.
 
-The tests really make each of the mistakes below, and the page shows the error that appeared. After
+Tests make each of the mistakes below on purpose, and the page shows the error that appeared. After
 each mistake the test does what the error says after `next:`, and checks that the cluster works.
 Every example uses the code below, but shows only what is different. In the examples, `...` stands
 for the arguments of `wb.fit` that are the same as in this code:

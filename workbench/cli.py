@@ -344,7 +344,8 @@ def _add_grade(commands: Any) -> None:
         help="notebooks, or the folder that `workbench collect` has made")  # fmt: skip
     course.add_flags(add)
     add("--json", metavar="FILE",
-        help="write all results to this file as JSON (-: to standard output)")  # fmt: skip
+        help="write all results to this file as JSON. If FILE is `-`, print the JSON to standard "
+             "output")  # fmt: skip
     add("--limit", type=float, default=60.0, metavar="SECONDS",
         help="time limit of a cell (default 60)")  # fmt: skip
     add("--total", type=float, default=600.0, metavar="SECONDS",

@@ -112,7 +112,7 @@ def test_engines_elsewhere_count(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"4.*clusters have 3.*WB-PLAN-055") as caught:
         found.check_engines(2, elsewhere=3)
     assert caught.value.allowed is not None
-    assert caught.value.allowed.startswith("1 ")
+    assert caught.value.allowed.startswith("at most 1 ")
     assert "limits.toml" in caught.value.allowed
 
 

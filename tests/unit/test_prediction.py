@@ -346,7 +346,7 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     found = view.predict(ring_run(rng, A, B, faults=SIMULATED), [4, 8], scaling="weak")
     four = ring_run(rng, A, B, workers=4, faults=SIMULATED, name="four")
     shown = found.beside(four)
-    assert "measured: four, inside the predicted interval" in shown.text()
+    assert "measured: four, step time inside" in shown.text()
     assert [m.workers for m in shown.measured] == [2, 4]
     assert len(found.measured) == 1
     divided = ring_run(rng, A, B, workers=4, samples=4, faults=SIMULATED, name="divided")

@@ -132,7 +132,7 @@ def test_the_progress_line_says_how_far_and_how_long():
 
 def test_workers_at_different_steps_are_as_far_as_the_slowest():
     apart = replace(fake_snapshot(4, 100, total=200), least_step=20, done=0.1)
-    assert text.progress(apart).endswith(" 20 to 100 of 200")
+    assert text.progress(apart).endswith(" step 20 and step 100 of 200")
     assert " 10%|" in text.progress_line(apart)
     assert "20/200" in text.progress_line(apart)
 

@@ -253,8 +253,11 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        "A second server has a copy of each server's parameters. Before a server answers the "
-        f"workers, it sends {what} to the second server."
+        "A second server holds a copy of the first server's parameters. Before the first server "
+        f"answers the workers, it sends {what} to the second server."
+        if one
+        else "Each server also holds a copy of another server's parameters. Before a server "
+        f"answers the workers, it sends {what} to the server with the copy of its own parameters."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 

@@ -17,14 +17,15 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="number of microbatches into which a pipeline divides its batch. `none` means twice "
-        "the number of the pipeline's workers (fewer if the batch is small), or 1 with "
-        "schedule=naive",
+        help="number of microbatches into which a pipeline divides its batch. With "
+        "schedule=naive, `none` means 1. Otherwise `none` means twice the number of the "
+        "pipeline's workers, or fewer if the batch is small",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="number of stages on each worker, for schedule=interleaved and zero_bubble; `none` "
-        "means 2 with interleaved, and otherwise 1",
+        help="number of stages on each worker; only for schedule=interleaved and "
+        "schedule=zero_bubble. With schedule=interleaved, `none` means 2. With every other "
+        "schedule, `none` means 1",
     ),
     Option(
         "split_at", "str", None, optional=True,
@@ -85,8 +86,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
-                help="size in MB of the buckets (groups of gradients) that the backend averages "
-                "during the backward pass",
+                help="size of a bucket in MB. A bucket is a group of gradients that the backend "
+                "averages together during the backward pass",
             ),
             Option(
                 "find_unused_parameters", "bool", False,
@@ -152,10 +153,10 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint. With `sync=false` the run can lose more, "
-        "because all workers continue at the step of the worker that saved the checkpoint. A "
-        "worker that had taken fewer steps then skips some steps. A worker that had taken more "
-        "steps repeats some steps",
+        loses="the steps since the last checkpoint. With `sync=false` the run can lose more: "
+        "all workers continue at the same step, the step of the worker that saved the checkpoint. "
+        "A worker that had taken fewer steps than this worker skips the steps in between. A worker "
+        "that had taken more steps repeats some steps",
         links=True,
         excludes=(
             ("sync", "max_staleness", "with sync=true, no gradient is stale"),
@@ -182,8 +183,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "consistency", "choice", "latest", choices=("latest", "snapshot"),
-                help="which parameters a worker pulls: the newest of each server (`latest`), or "
-                "the same version from all servers (`snapshot`)",
+                help="which parameters a worker pulls. `latest`: the newest parameters of each "
+                "server. `snapshot`: parameters of the same version from all servers",
             ),
             Option(
                 "pull_every", "int", 1, minimum=1,
@@ -233,8 +234,8 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "reshard", "bool", True,
                 help="`true`: after the forward pass, a worker keeps only its own part of each "
-                "large layer (at least unit_mb MB), as in ZeRO-3; `false`: the whole layers stay "
-                "in memory until the backward pass has used them",
+                "large layer, as in ZeRO-3. `false`: the whole layers stay in memory until the "
+                "backward pass has used them. A layer is large if it has at least unit_mb MB",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -319,11 +320,11 @@ TORCH: tuple[Strategy, ...] = (
                 help="how layers are divided: `auto`, or NAME=STYLE for each layer, for example "
                 "fc1=col,fc2=row; in NAME, * matches any text. Styles: `col` divides the layer "
                 "by columns; each worker keeps its part of the output. `row` divides the layer "
-                "by rows; the input is the divided output of a `col` or `heads` layer. "
-                "`gathered` divides the layer by columns; every worker gets the whole output. "
-                "`split_row` divides the layer by rows; the input is not divided. `heads` divides "
-                "the layer like `col`; use `heads` if the code reshapes the output into attention "
-                "heads",
+                "by rows; use `row` after a `col` or `heads` layer, because the input must already "
+                "be divided among the workers. `gathered` divides the layer by columns; every "
+                "worker gets the whole output. `split_row` divides the layer by rows; the input is "
+                "not divided. `heads` divides the layer like `col`; use `heads` if the code "
+                "reshapes the output into attention heads",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
@@ -351,33 +352,35 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         dies_with="the steps that the dead worker took since the workers last averaged their "
         "parameters, and the state of the dead worker's optimizer",
-        loses="the steps since the last checkpoint; if the number of workers changes, the run "
-        "also loses the differences between replicas, because all replicas start from their mean",
+        loses="the steps since the last checkpoint. If the number of workers changes, all replicas "
+        "start from their mean, so the differences between the replicas are lost too",
         linear_only=True,
         links=True,
         excludes=(
-            ("fragments", "fraction", "`fraction` chooses new workers after each average of all "
-             "parameters. With `fragments`, an average never contains all parameters"),
+            ("fragments", "fraction", "`fraction` chooses workers for each round, and a round must "
+             "then end with an average of all parameters. With `fragments`, an average contains "
+             "only a part of the parameters"),
         ),
         rules="workbench.catalog.schedules:check_turns",
         options=(
             Option(
                 "every", "int", 8, minimum=1,
                 help="number of steps in a round; workers average all parameters once in each "
-                "round. With every=1, the optimizer SGD and the defaults of all other options, the "
-                "result is the same as on one device",
+                "round. If every=1, the optimizer is SGD, and all other options have their "
+                "defaults, the result is the same as on one device, except for rounding errors",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="what workers do at the end of a round. `average`: they continue from the "
-                "mean of their parameters. `nesterov` (DiLoCo): they take one more step, with "
+                help="how workers use the mean of their parameters at the end of a round. "
+                "`average`: they continue from this mean. `nesterov` (DiLoCo): they go back to "
+                "the parameters from the start of the round. From there they take one step, with "
                 "momentum, towards this mean. This step is called the outer step",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
-                help="learning rate of the outer step (outer=nesterov); with outer_lr=1 and "
-                "outer_momentum=0 the result is the same as with outer=average",
+                help="learning rate of the outer step (outer=nesterov). With outer_lr=1 and "
+                "outer_momentum=0, outer=nesterov gives the same result as outer=average",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
@@ -396,8 +399,9 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="how evenly the samples of each class are divided among the workers: alpha of "
-                "a Dirichlet distribution. 0.1: very unevenly; 100: nearly evenly; `none`: evenly",
+                help="how evenly the samples of each class are divided among the workers. 0.1: "
+                "very unevenly; 100: nearly evenly; `none`: evenly. The number is the alpha of a "
+                "Dirichlet distribution",
             ),
         ),
     ),
@@ -417,17 +421,18 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
         heals=True,
-        dies_with="the dead worker's steps whose result had not yet reached its neighbours, and "
-        "the state of the dead worker's optimizer",
-        loses="the steps since the last checkpoint; if the number of workers changes, the run "
-        "also loses the differences between replicas, because all replicas start from their mean",
+        dies_with="the steps that the dead worker took since its neighbours last received its "
+        "parameters, and the state of the dead worker's optimizer",
+        loses="the steps since the last checkpoint. If the number of workers changes, all replicas "
+        "start from their mean, so the differences between the replicas are lost too",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="the workers with which a worker averages its parameters. `ring`: its two "
-                "neighbours in a ring. `exponential`: in each step one other worker, at a distance "
-                "of 1 rank, then 2, then 4, .., then 1 again",
+                help="the workers with which a worker averages its parameters. All workers form a "
+                "ring. `ring`: its two neighbours. `exponential`: one other worker in each step. "
+                "In the first step this other worker is 1 place away in the ring, then 2 places, "
+                "then 4, and so on. After the largest distance, the distance is 1 again",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,

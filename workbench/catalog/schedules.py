@@ -197,8 +197,9 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "There are more fragments (parts of the parameters) than steps in a round (`every`). "
-            "In a round, each fragment is averaged after a different step.",
+            "`fragments` (the number of parts of the parameters) is larger than `every` (the "
+            "number of steps in a round). In a round, no two parts are averaged after the same "
+            "step.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"use -o fragments={every}, or -o every={fragments}",

@@ -122,7 +122,9 @@ class Option:
             "str": "text",
         }
         text = words[self.kind]
-        if self.minimum is not None and self.maximum is not None:
+        if self.kind == "int" and (self.minimum, self.maximum) == (1, 2):
+            text = "1 or 2"
+        elif self.minimum is not None and self.maximum is not None:
             text += f" from {self.minimum:g} to {self.maximum:g}"
         elif self.minimum is not None:
             text += f", at least {self.minimum:g}"

@@ -152,7 +152,7 @@ def parameter_server(layout: Layout) -> Parts:
         layout, ids, "M", "weights", "Pull", f"Each worker receives {which}.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
-    alone = "A server takes a separate step for each push, as soon as the push arrives."
+    alone = "When a push arrives, the server takes a step at once, with this push only."
     common = "The servers take one step with the gradients of all workers."
     step = Phase("Optimizer", common if together else alone, ids)
     notes = (
@@ -294,8 +294,8 @@ def tensor_parallel(layout: Layout) -> Parts:
     """Partial results are added up inside forward and backward."""
     forward = diagrams.ring_at_once(
         layout.ids, "activations", "Y", "All-reduce, forward",
-        "Two divided layers form a pair. After the second layer, every worker has only a partial "
-        "sum of the pair's output. The workers add up these partial sums.",
+        "A pair is two divided layers, one after the other. After the second layer, every worker "
+        "has only a partial sum of the pair's output. The workers add up these partial sums.",
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
@@ -311,12 +311,15 @@ def tensor_parallel(layout: Layout) -> Parts:
     )  # fmt: skip
     units = {
         "Y": (
-            "size in bytes, for one batch, of the outputs of all pairs of divided layers. Two "
-            "divided layers form a pair"
+            "bytes of the outputs that the workers add up in the forward pass, for one batch. A "
+            "pair is two divided layers, one after the other. For each pair, the workers add up "
+            "the output of the second layer"
         ),
         "X": (
-            "size in bytes, for one batch, of the gradients with respect to the inputs of all "
-            "pairs of divided layers. The input of the model needs no gradient and does not count"
+            "bytes of the gradients that the workers add up in the backward pass, for one batch. "
+            "A pair is two divided layers, one after the other. For each pair, the workers add up "
+            "the gradient with respect to the pair's input. The input of the model needs no "
+            "gradient, so it is not included"
         ),
         **N,
     }
@@ -471,8 +474,8 @@ def tensorflow_mirrored(layout: Layout) -> Parts:
     asked = str(layout.options["cross_device_ops"])
     notes = (
         (
-            "With cross_device_ops=auto, GPUs use NCCL's ring, and CPUs use the algorithm of this "
-            "diagram.",
+            "With cross_device_ops=auto, GPUs use NCCL's all-reduce, and CPUs use the algorithm of "
+            "this diagram.",
         )
         if asked == "auto"
         else ()
@@ -490,7 +493,10 @@ def multi_worker_mirrored(layout: Layout) -> Parts:
 
 def tpu(layout: Layout) -> Parts:
     """All-reduce over the TPU's own links, compiled into the step."""
-    text = "XLA compiles the all-reduce into the step and chooses the route in the TPU's network."
+    text = (
+        "XLA compiles the step and the all-reduce together. XLA also chooses the route through the "
+        "TPU's network."
+    )
     phases = diagrams.ring_at_once(layout.ids, "gradients", "M", "All-reduce", text)
     nodes = tuple(
         Node(name, "device", f"core {rank}", _TENSORFLOW_WHOLE, rank)
@@ -515,7 +521,11 @@ def tensorflow_central_storage(layout: Layout) -> Parts:
     push = tuple(Arrow(one, home, "gradients", size) for one in others)
     phases = [
         Phase("Forward and backward", _SHARE, layout.ids),
-        Phase("Optimizer", "One device adds up the gradients and applies the sum once.", (home,)),
+        Phase(
+            "Optimizer",
+            "One device adds up the gradients, and makes one update with the sum.",
+            (home,),
+        ),
     ]
     if others:
         phases.insert(0, Phase("Read", "Every device reads the variables from the device that "
@@ -566,8 +576,8 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
         Phase("Forward and backward", "The worker computes the gradient of its batch.", layout.ids),
         diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
                                       "The worker sends the gradients to the servers.", up=True),
-        Phase("Optimizer", "A server takes a separate step for each push, as soon as the push "
-        "arrives.", servers),
+        Phase("Optimizer", "When a push arrives, the server takes a step at once, with this push "
+        "only.", servers),
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),

@@ -39,8 +39,9 @@ _RECIPES = {
         {"torch": digits.CNN_TORCH, "tensorflow": digits.CNN_TENSORFLOW},
     ),
     "char_transformer": _Written(
-        "Predicts the next character in Python's own source files, with a transformer. You "
-        "choose its size. Takes less than a minute with the default parameters.",
+        "Predicts the next character in the source code of Python's standard library, with a "
+        "transformer. You choose the transformer's size. Takes less than a minute with the "
+        "default parameters.",
         {"torch": transformer.TORCH, "tensorflow": transformer.TENSORFLOW},
         transformer.check,
     ),

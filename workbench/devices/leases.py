@@ -527,8 +527,8 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook has reserved GPUs that this cluster needs: {'; '.join(notes)}.",
-            allowed="this cluster can use only the GPUs that its engines have already used, "
-            "because an engine cannot change its GPUs"
+            allowed="only the GPUs that this cluster's engines have already used; an engine cannot "
+            "use other GPUs later"
             if bound
             else None,
             next_step="run %cluster restart to use other GPUs; all variables will be lost",

@@ -81,13 +81,13 @@ class Limits:
         if self.max_engines is None or wanted + elsewhere <= self.max_engines:
             return
         engines = f"{elsewhere} engine{'s' if elsewhere > 1 else ''}"
-        others = f"; your other clusters have {engines}" if elsewhere else ""
+        others = f". Your other clusters have {engines}" if elsewhere else ""
         left = max(0, self.max_engines - elsewhere)
         most = f"{self.max_engines} engine{'s' if self.max_engines > 1 else ''}"
         raise PlanError(
-            f"The administrator allows each user {most} at most{others}.",
+            f"The administrator allows each user at most {most}{others}.",
             seen=f"{wanted} engine{'s' if wanted != 1 else ''} in this cluster",
-            allowed=f"{left} engine{'s' if left != 1 else ''} at most in this cluster "
+            allowed=f"at most {left} engine{'s' if left != 1 else ''} in this cluster "
             f"({self.sources.get('max_engines')})",
             next_step=(
                 "run workbench ps to see your other clusters, and workbench stop ID to end "

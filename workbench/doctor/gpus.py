@@ -304,7 +304,7 @@ def order(
     if places == sorted(places):
         return "ok", f"same order as NVML: {places}", ""
     return "warn", f"torch lists the GPUs in another order than NVML: {places}", (
-        "no action needed for engines, because they select GPUs by UUID; for other programs, "
+        "no action needed for engines: they select GPUs by UUID. For other programs, run "
         "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )  # fmt: skip
 

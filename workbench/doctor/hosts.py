@@ -397,8 +397,9 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, and ZeroMQ with CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "all traffic between the hosts. Workbench's own connections need a password. "
-             "Connections to the rendezvous store, gloo, NCCL and TensorFlow's gRPC need none",
+             "all traffic between the hosts. For Workbench's own connections, a process needs the "
+             "run's secret key. For connections to the rendezvous store, gloo, NCCL and "
+             "TensorFlow's gRPC, a process needs no key",
              f"use a private network, or a firewall around the hosts; see {SEE}"),
     ]  # fmt: skip
 
@@ -465,7 +466,8 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
     if back and all(one.startswith("127.") for one in back):
         return "fail", words, f"in /etc/hosts of {name}, give {mine} the address {here.address}"
     if any(one.startswith("127.") for one in known) and name not in ("localhost", "127.0.0.1"):
-        return "fail", words, f"in /etc/hosts of this machine, give {name} its network address"
+        fix = f"give {name} the address that {name} has in the network"
+        return "fail", words, f"in /etc/hosts of this machine, {fix}"
     if not back or not known:
         return (
             "warn",
@@ -492,8 +494,8 @@ def _user(here: Host, host: Host) -> tuple[Any, ...]:
     mine, theirs = here.facts["uid"], host.facts["uid"]
     if mine != theirs:
         return "warn", f"uid (user number) {theirs} on the host, {mine} on this machine", (
-            "use one uid on both machines: in a shared folder, files belong to a uid, not to a name"
-        )  # fmt: skip
+            "give your account the same uid on both machines: in a shared folder, a file belongs "
+            "to a uid, not to a name")  # fmt: skip
     return "ok", f"uid {mine}"
 
 

@@ -198,8 +198,9 @@ def _copies(child: Child, torch: Any, gpus: int) -> None:
                       f"copies between these GPUs are wrong: {', '.join(wrong)}",
                       "turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1")  # fmt: skip
         else:
-            child.say("ok", "gpu.p2p", what, f"correct; {direct} of {pairs} pairs of GPUs copy "
-                      f"directly; {min(rates):.1f} to {max(rates):.1f} GB/s",
+            child.say("ok", "gpu.p2p", what, f"all copies are correct; {direct} of {pairs} pairs "
+                      "of GPUs can copy directly from GPU to GPU; "
+                      f"{min(rates):.1f} to {max(rates):.1f} GB/s",
                       direct=direct, pairs=pairs)  # fmt: skip
 
 

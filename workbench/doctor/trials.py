@@ -75,8 +75,8 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
                       f"{what}50 ms of delay added on rank 1 in `{where}`",
-                      f"rank 0 waits {wait:.1f} ms longer than without the delay, and rank 1 "
-                      f"itself takes {own:.1f} ms longer; rank 1 is the straggler in "
+                      f"with the delay, rank 0 waits {wait:.1f} ms longer, and rank 1 takes "
+                      f"{own:.1f} ms longer. Rank 1 is the straggler in "
                       f"{seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
     if not child.asked["quick"]:
@@ -235,8 +235,9 @@ def memory(child: Child) -> None:
             before = [one.rss / 1e6 for one in idle]
             more = max(b - a for a, b in zip(before, rss, strict=True))
             child.say("ok" if more < 128 else "fail", "memory.free", what,
-                      "each engine allocated 256 MB. After `%cluster free`, its memory differs "
-                      f"from before by {more:+.0f} MB (the largest value of all engines)",
+                      "each engine allocated 256 MB, then `%cluster free` ran. In total, an "
+                      f"engine's memory changed by {more:+.0f} MB (the largest value of all "
+                      "engines)",
                       more_mb=round(more, 1))  # fmt: skip
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)
@@ -439,7 +440,8 @@ def speed(child: Child) -> None:
             first_s = time.perf_counter() - began
             child.say("ok" if first_s < 30 else "warn", "speed.first_step",
                       f"{place.title}: time until the first step is done",
-                      f"{first_s:.1f} s in all, of which the engines' start took {start_s:.1f} s",
+                      f"{first_s:.1f} s; the start of the engines took {start_s:.1f} s of this "
+                      "time",
                       start_s=round(start_s, 2), first_step_s=round(first_s, 2))  # fmt: skip
             script = Path(folder) / "plain.py"
             threads = max(1, (os.cpu_count() or 1) // place.workers)

@@ -145,7 +145,9 @@ class Alone:
 
     def ask(self, about: About) -> About:
         """Never called: a single process is rank 0."""
-        raise AssertionError("internal error: a job's only process asked another process")
+        raise AssertionError(
+            "internal error: this process asked another process, but the job has only one process"
+        )
 
 
 class InStore:
@@ -288,7 +290,7 @@ class AtFirstAddress:
                     answer = self._receive(connection)
                 if answer is not None:
                     return answer
-                why = f"the answer is not signed with {KEY}"
+                why = f"no answer that is signed with this process's {KEY}"
             except OSError as error:
                 why = str(error)
             time.sleep(0.1)
@@ -356,11 +358,11 @@ def _is_loopback(host: str) -> bool:
 
 def _no_meeting(seen: str) -> ClusterError:
     return ClusterError(
-        "The job's processes did not find each other.",
+        "This process received no valid message from another process of the job.",
         seen=seen,
         allowed=f"all processes of the job must start within {MEET_S:g} s",
         next_step="look at the logs of the other processes: one of them may have failed earlier. "
         "If the hosts have a firewall, open the port MASTER_PORT (or the port of the first "
-        "process in TF_CONFIG)",
+        f"process in TF_CONFIG). With TF_CONFIG, every process also needs the same {KEY}",
         code="WB-CLUSTER-080",
     )

@@ -459,7 +459,7 @@ class Recoverer:
         """Return why the run cannot continue without these engines; empty if it can."""
         launch = self._launch
         if sum(one.again for one in launch.run.recoveries) >= MOST:
-            return f"The run has already continued after {MOST} deaths, which is the limit."
+            return f"Workbench has already run the cell again {MOST} times. This is the limit."
         if launch.plan.on_failure in ANEW:
             return ""
         left = [i for i in launch.run.members if i not in dead]

@@ -277,7 +277,8 @@ class CellEnd:
         return (
             "define the name in a %%distributed cell without a strategy. A cell without a strategy "
             "runs on all engines; under some strategies, a cell runs on one engine only. Or run "
-            f"this cell only on an engine that has the name: %%rank {there}"
+            "this cell only on an engine on which the name is defined: begin the cell with "
+            f"%%rank {there}"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -389,15 +390,15 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             return RunError(
                 "The cell trained, but not under the strategy: the cell did not give its optimizer "
                 "to the strategy.",
-                seen=f"optimizer steps: {max(loop.updates for loop in loops)} (of the worker with "
-                "the most steps); steps that Workbench recorded: 0",
+                seen=f"optimizer steps: {max(loop.updates for loop in loops)} (taken by the "
+                "worker with the most steps); steps that Workbench recorded: 0",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that itself "
                 "uses torch.distributed",
                 next_step="put this line before the loop: `model, optimizer, loader = "
                 "wb.prepare(model, optimizer, loader)`. Use wb.watch only if the loop itself uses "
-                "DistributedDataParallel, FSDP or torch.distributed. Code that uses "
-                "Lightning or Accelerate can also run under %%distributed without a strategy, but "
-                "then Workbench records no steps",
+                "DistributedDataParallel, FSDP or torch.distributed. If the code uses "
+                "Lightning or Accelerate, you can write %%distributed without a strategy. Then "
+                "Workbench records no steps",
                 code="WB-RUN-091",
             )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
@@ -601,7 +602,8 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
         text += ", from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":
         text += (
-            f", from step {done.step}, with the state of the worker that had done the most steps"
+            f", from step {done.step}. The run continues with the state of the worker that had "
+            "done the most steps"
         )
     else:
         text += f", from the checkpoint of step {done.step}"

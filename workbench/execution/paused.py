@@ -157,7 +157,7 @@ class Paused:
             if not self._until(lambda: engine in self._answers or engine in self._left, timeout_s):
                 raise RunError(
                     f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.",
-                    next_step="%cluster stacks shows where the rank is in the code",
+                    next_step="%cluster stacks shows which line of code this rank is running",
                     code="WB-RUN-074",
                 )
             if engine in self._answers:
@@ -195,7 +195,7 @@ class Paused:
             if not self._until(lambda: engine in self._served, timeout_s):
                 raise RunError(
                     f"Rank {engine} does not answer.",
-                    next_step="%cluster stacks shows where the rank is in the code",
+                    next_step="%cluster stacks shows which line of code this rank is running",
                     code="WB-RUN-075",
                 )
             return self._served.pop(engine)
@@ -235,8 +235,8 @@ def everyone() -> list[Paused]:
 
 
 HELP = (
-    "pdb commands: w, u, d, l, p, pp, a, locals, n, s, c, q, or any expression; "
-    "`rank 2` shows another paused rank, `all c` sends `c` to all paused ranks, "
+    "pdb commands: w, u, d, l, p, pp, a, locals, n, s, c, q, or any expression. "
+    "Other commands: `rank 2` shows another paused rank; `all c` sends `c` to all paused ranks; "
     "`leave` closes this prompt"
 )
 

@@ -552,9 +552,9 @@ class FarFiles:
             step = (
                 f"if the disk of {host.name} is full, free some space in {host.facts.folder}. "
                 "Or start the cluster with another folder: %cluster start --setup 'export "
-                "TMPDIR=...'. You can also save weights and checkpoints in a folder that the "
-                f"notebook's machine and {host.name} share at the same path. Then Workbench does "
-                "not have to send these files"
+                "TMPDIR=...'. You can also save weights and checkpoints in a shared folder that "
+                f"has the same path on the notebook's machine and on {host.name}. Then Workbench "
+                "does not have to send these files"
             )
             raise RunError(
                 f"The run's initial weights or checkpoint could not be sent to {host.name}.",

@@ -266,9 +266,9 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
         )
     if envelope.name == "ssh" and len(resources.hosts) != resources.nodes:
         raise PlanError(
-            "The number of hosts must equal the number of nodes.",
+            "`nodes` must equal the number of hosts in `hosts`.",
             seen=f"nodes={resources.nodes}, number of hosts: {len(resources.hosts)}",
-            next_step=f"use nodes={len(resources.hosts)}, or name one host for each node",
+            next_step=f"use nodes={len(resources.hosts)}, or change `hosts`",
             code="WB-PLAN-226",
         )
 
@@ -618,7 +618,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"at most {MAP_BYTES // 1000} kB of text, {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job folder to a PersistentVolumeClaim and use volume_claim='NAME'. "
-            "Or, if the .whl file is large, use installed=True and an image with Workbench",
+            "Or, for a large .whl file, use installed=True and an image that contains Workbench",
             code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]

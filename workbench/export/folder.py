@@ -501,7 +501,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         lines += ["On one host:", "", alone, ""]
         lines += [
             f"On N hosts with P processes each (N x P = {processes}), run this command on each "
-            "host. HOST is the name of one of the hosts, the same in all commands:",
+            "host. HOST is the name of one of the hosts. Use the same HOST in all commands:",
             "",
         ]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
@@ -559,9 +559,9 @@ def _recorded(plan: Plan) -> list[str]:
         ]
     else:
         lines += [
-            "The job writes no checkpoints, so each start begins at the first step. If you use"
+            "The job writes no checkpoints. So each time it starts, it trains from the first step."
         ]
-        lines += ["`--checkpoint DIR` in the notebook, the job writes checkpoints.", ""]
+        lines += ["If you use `--checkpoint DIR` in the notebook, the job writes checkpoints.", ""]
     return lines
 
 

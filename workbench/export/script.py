@@ -86,9 +86,10 @@ _PLAIN = {
     "tensorflow": ("one_device", "mirrored", "multi_worker_mirrored"),
 }
 _PLAIN_ABLE = (
-    "in PyTorch: one_device or mirrored with wb.fit, with wb.prepare, or with a loop that uses "
-    "torch.distributed; sharded with wb.fit. In TensorFlow: one_device or mirrored with model.fit "
-    "or your own loop; multi_worker_mirrored with your own loop"
+    "in PyTorch: one_device or mirrored, if the cell uses wb.fit, wb.prepare or your own loop with "
+    "torch.distributed; sharded, if the cell uses wb.fit. In TensorFlow: one_device or mirrored, "
+    "if the cell uses model.fit or your own loop; multi_worker_mirrored, if the cell uses your own "
+    "loop"
 )
 _LEFT_OUT = {"precision", "compile", "callbacks"}
 _DATA = {

@@ -608,8 +608,8 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     if meta and row_bytes != RECORD.itemsize:
         raise RunError(
             "The run was saved by another version of Workbench, in another format.",
-            seen=f"format of the records: {row_bytes or 'unknown number of'} bytes for each step",
-            allowed=f"format of the records: {RECORD.itemsize} bytes for each step",
+            seen=f"records with {row_bytes or 'an unknown number of'} bytes for each step",
+            allowed=f"records with {RECORD.itemsize} bytes for each step",
             next_step="load the run with the version of Workbench that saved the run. If the run "
             "was a job, the job folder contains the wheel file of that version",
             code="WB-RUN-039",

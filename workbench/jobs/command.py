@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "compare", "jobs", "follow", "control")
 _STATUS = """
-Exit status: 0 success; 1 the run failed, or a --fail-if condition is true; 2 an argument is wrong,
-or something could not be checked; 130 the command was interrupted."""
+Exit status: 0 after success; 1 if the run failed or a --fail-if condition is true; 2 if an argument
+is wrong or something could not be checked; 130 if the command was interrupted."""
 
 
 def add_job_commands(commands: Any) -> None:
@@ -208,7 +208,9 @@ def order_of(words: Sequence[str]) -> Order:
         if do == known and not rest:
             return Order(known)
     raise PlanError(
-        "This is not an order that a run accepts." if words else "No order for the run is given.",
+        "This is not an order that a run accepts."
+        if words
+        else "The order is missing. An order tells the run what to do, for example `stop`.",
         seen=" ".join(words) or None,
         allowed="stop, preempt, interrupt, pause, resume, step [N], inject [FAULT ...]",
         next_step="write one of these orders, for example: workbench control PLACE pause",

@@ -449,8 +449,8 @@ class Conductor:
             error = outcome_error(run, task.outcomes)
         elif error is None and not any(one.trained for one in task.outcomes.values()):
             run.note(
-                "Nothing was recorded: Workbench saw no training by wb.fit or wb.prepare, and no "
-                "call of a PyTorch optimizer's step() after a backward pass."
+                "Nothing was recorded. Workbench saw no training by wb.fit or wb.prepare. It "
+                "also saw no step() of a PyTorch optimizer after a backward pass."
             )
         for text in outcome_notes(task.outcomes):
             run.note(text)

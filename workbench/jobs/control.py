@@ -63,7 +63,7 @@ class Order:
     def __post_init__(self) -> None:
         if wrong := _wrong(self):
             raise PlanError(
-                f"This order cannot be given to a run: {wrong}.",
+                f"A run cannot obey this order: {wrong}.",
                 seen=f"{self.do} (steps={self.steps!r}, faults={self.faults!r})"[:200],
                 allowed=f"one of {', '.join(get_args(Does))}; `steps` from 1 to {MOST_STEPS}; "
                 "`faults` only with `inject`",
@@ -114,7 +114,8 @@ def read_order(text: bytes) -> Order:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PlanError(
-            "The message to the run is not an order.",
+            "The message to the run is not a valid order. An order tells the run what to do, for "
+            "example `stop`.",
             seen=text[:80],
             allowed="a line of JSON with `do`, `steps`, `faults` and `number`",
             code="WB-PLAN-238",

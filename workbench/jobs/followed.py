@@ -409,8 +409,8 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
 
     seen, other = "", meta.get(disk.ROW_BYTES) != RECORD.itemsize
     if other:
-        size = meta.get(disk.ROW_BYTES) or "unknown number of"
-        seen = f"format of the records: {size} bytes for each step"
+        size = meta.get(disk.ROW_BYTES) or "an unknown number of"
+        seen = f"records with {size} bytes for each step"
     try:
         Plan.from_wire(meta["plan"])
         _ = str(meta["name"]), [int(engine) for engine in meta["ranks"]], float(meta["began"])
@@ -420,10 +420,8 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
         raise RunError(
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
-            allowed=f"format of the records: {RECORD.itemsize} bytes for each step"
-            if other
-            else None,
-            next_step="install the job's version of Workbench, then follow the job again (a job "
-            "folder contains this version as a wheel). If this does not help, run.json is damaged",
+            allowed=f"records with {RECORD.itemsize} bytes for each step" if other else None,
+            next_step="install the job's version of Workbench (a job folder contains this version "
+            "as a wheel), then follow the job again. If this does not help, run.json is damaged",
             code="WB-RUN-105",
         )

@@ -217,11 +217,12 @@ def far_put(folder: str, line: bytes) -> str:
     name = f"{int(time.time() * 1e9)}-{secrets.token_hex(4)}.json"
     try:
         signed = base64.b64decode(line, validate=True)
-        if not folder or os.path.islink(inbox) or len(signed) > 4096:
-            return (
-                "either the run's folder does not exist yet, or its folder `control` is a link, or "
-                "the order is too long"
-            )
+        if not folder:
+            return "the run's folder does not exist yet"
+        if os.path.islink(inbox):
+            return "the folder `control` in the run's folder is a link"
+        if len(signed) > 4096:
+            return "the order is too long"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         handle = os.open(os.path.join(inbox, "." + name), flags, 0o600)
         with open(handle, "wb") as file:
@@ -377,8 +378,7 @@ class Mirror:
             )
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
             raise ValueError(
-                "the job's records are damaged: a line names a position in a file, but this "
-                "position is invalid"
+                "the job's records are damaged: in a line, the position in the file is invalid"
             )
         data = _inflated(text)
         if at >= 0:
@@ -407,7 +407,7 @@ class Mirror:
     def _append(self, name: str, at: int, data: bytes) -> bool:
         have = self.have.get(name, 0)
         if at > have and not self._skips:
-            raise ValueError("earlier lines of this file's records are missing")
+            raise ValueError("earlier records of this file are missing")
         self.missing = self.missing or at > have
         fresh = data[max(0, have - at) :]
         if not fresh:

@@ -155,12 +155,12 @@ def run_here(given: argparse.Namespace) -> int:
     recorded = None if given.plain else given.out or _RUNS / what.stem
     if recorded is not None and is_job(recorded):
         raise PlanError(
-            "A script's records cannot be written into a job folder. Workbench looks there only "
-            "for the records of the job.",
+            "A script's records cannot be written into a job folder. In a job folder, "
+            "Workbench reads only the records that the job has written.",
             seen=str(recorded),
             allowed="a folder that is not a job folder",
-            next_step=f"use another folder with --out DIR. Or, if {what.name} contains the code "
-            "of a %%distributed cell, give --strategy LINE. LINE is the text after %%distributed",
+            next_step=f"use another folder with --out DIR. Or use --strategy LINE, if {what.name} "
+            "contains the code of a %%distributed cell. LINE is the text after %%distributed",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)
@@ -220,15 +220,15 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
     )  # fmt: skip
     if len(request.strategies) != 1 or any(ignored):
         raise PlanError(
-            "The text of --strategy is not allowed here: `workbench run` trains a cell once, under "
-            "one strategy.",
+            "`workbench run` does not accept this value of --strategy. The command trains a cell "
+            "once, under one strategy.",
             seen=f"--strategy {shlex.quote(given.strategy)}",
-            allowed="one strategy and its flags, without --seeds, --to-job and --plain. If "
-            "`workbench run` itself has -n, the text of --strategy needs no -n. If both have -n, "
-            "the two numbers must be equal",
-            next_step="workbench run --strategy 'mirrored --seed 1' "
-            f"{shlex.quote(given.what)} (write --out and --plain before --strategy, not between "
-            "the quotes)",
+            allowed="one strategy and its flags, without --seeds, --to-job and --plain. If you "
+            "give -n to `workbench run`, you can leave out -n in the value of --strategy. If you "
+            "give -n in both places, the two numbers must be equal",
+            next_step="for example: workbench run --strategy 'mirrored --seed 1' "
+            f"{shlex.quote(given.what)} (--out and --plain are flags of `workbench run`: write "
+            "them before --strategy, not between the quotes)",
             code="WB-PLAN-261",
         )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))

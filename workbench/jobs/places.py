@@ -448,8 +448,12 @@ class SshPlace(_Streamed):
                 raise self._unsent(self._answer, lost=True)
 
     def _unsent(self, why: str, *, lost: bool = False) -> RunError:
-        what = "The order did not reach the run" if lost else "Perhaps the order did not arrive"
-        again = "Workbench connects again by itself; wait for this, then send the order again"
+        what = (
+            "Your order (such as stop or pause) did not reach the run"
+            if lost
+            else "Perhaps your order (such as stop or pause) did not reach the run"
+        )
+        again = "wait until Workbench has connected again by itself, then give the order again"
         step = None if self.over or why == self._answer else again
         return RunError(what + f": {why}.", seen=self.where, next_step=step, code="WB-RUN-115")
 
@@ -554,9 +558,10 @@ class LinesPlace(_Streamed):
                 "Workbench has only the output of this run, so it cannot stop or pause the run or "
                 "inject faults.",
                 seen=self.where,
-                allowed="a command for the output (kubectl logs -f) and a command for orders "
-                "(kubectl exec)",
-                next_step="give a second command for the orders: wb.follow(..., control=[...])",
+                allowed="a command for the output (kubectl logs -f) and a command that sends "
+                "orders, such as stop or pause (kubectl exec)",
+                next_step="give a second command that sends the orders: "
+                "wb.follow(..., control=[...])",
                 code="WB-RUN-118",
             )
         folder = self._about.get("dir")

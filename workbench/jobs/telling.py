@@ -39,9 +39,9 @@ ABOUT = {
     "run": "the run's name. If the command reads several runs with the same name, the first run "
     "keeps its name. Workbench adds a number to the names of the other runs: `train (2)`",
     "name": "the run's own name. Unlike `run`, it never contains a number that Workbench added",
-    "place": "the place of the run, as you wrote it in the command. One exception: in the last "
-    "line of `workbench run --json` and `workbench follow --json`, the `place` inside the key "
-    "`figures` is the run folder",
+    "place": "the place of the run, as you wrote it in the command. One exception: inside the key "
+    "`figures`, `place` is the run folder. The last line of `workbench run --json` and of "
+    "`workbench follow --json` has this key",
     "folder": "the run folder that was read",
     "strategy": "the name of the strategy",
     "framework": "`torch` or `tensorflow`",
@@ -56,7 +56,7 @@ ABOUT = {
 METRICS = {
     "workers": "number of workers",
     "steps": "number of steps that every worker completed; under asynchronous strategies, the "
-    "number of steps of the worker with the most steps",
+    "largest number of steps that one worker took",
     "warm_up_steps": "number of warm-up steps at the start of the run. `all_samples_per_s` "
     "includes these steps. All other rates, step times and `..._share` values do not include these "
     "steps",
@@ -91,7 +91,7 @@ PROGRESS = {
     "t": "the time at which the line was printed, in seconds since 1970",
     "state": "`pending`, `starting`, `running`, `paused`, `stopping`, ...",
     "step": "number of steps that every worker completed; under asynchronous strategies, the "
-    "number of steps of the worker with the most steps",
+    "largest number of steps that one worker took",
     "total_steps": "the total number of steps; null while it is unknown",
     "loss": "the loss of the latest step",
     "samples_per_s": "samples per second of all workers together, over the last few seconds",
@@ -380,9 +380,9 @@ def parse_condition(text: str) -> Condition:
         raise PlanError(
             "This is not a valid condition for --fail-if.",
             seen=text,
-            allowed="METRIC < NUMBER, or another comparison: <=, > or >=. NUMBER is compared with "
-            "a ratio: a run's value, divided by the value of the first run. To compare the value "
-            """itself, write "abs" after the number""",
+            allowed="METRIC < NUMBER, or another comparison: <=, > or >=. Workbench divides "
+            "the run's value of METRIC by the first run's value, and compares the result with "
+            """NUMBER. To compare the value itself, write "abs" after the number""",
             next_step='--fail-if "samples_per_s < 0.95"',
             code="WB-PLAN-251",
         )

@@ -303,7 +303,7 @@ class Check:
             self.wrong(
                 f"The code on the engines did not end within {limit_s:g} s and was interrupted.",
                 "does every loop end? Are the messages sent and received in the same order? "
-                "If no worker sends a message, the worker that should receive it waits forever",
+                "If a worker waits for a message that nobody sends, it waits forever",
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))

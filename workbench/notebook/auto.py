@@ -291,9 +291,10 @@ def train_chosen(
         with contextlib.suppress(_RefusedError):
             return _trained(chooser.line_of(row.candidate), recipe, number, autoreload)
     raise PlanError(
-        "Every strategy that was tried refused the cell.",
-        seen=", ".join(row.candidate.name for row in (found.winner, *rest)),
-        next_step=f"run one of them to see why: %%distributed {found.winner.candidate.entry.name}",
+        "No strategy accepted the cell.",
+        seen="tried: " + ", ".join(row.candidate.name for row in (found.winner, *rest)),
+        next_step="to see why, run a strategy that was tried: "
+        f"%%distributed {found.winner.candidate.entry.name}",
         code="WB-PLAN-317",
     )  # fmt: skip
 

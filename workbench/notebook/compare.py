@@ -128,7 +128,8 @@ class Compared:
         """Return speed-up and efficiency over the numbers of workers, with a figure.
 
         Args:
-            price: Price of a worker-hour, in any currency; the cost of an epoch is then shown too.
+            price: Price of a worker-hour, in any currency. The cost of an epoch is then shown too
+                (or of 1M samples, if the size of an epoch is not known).
 
         Raises:
             PlanError: All runs have the same number of workers.
@@ -336,9 +337,9 @@ class Calibration:
             f"Workbench trained a small network under `mirrored` on {workers} workers and delayed "
             f"worker 1 by {self.injected_ms:.0f} ms in each step. The first {SETTLE} steps are not "
             f"counted. The table is computed from the next {self.steps} steps.",
-            "The first row of the table is for all workers except worker 1 together. It shows the "
+            "The first row of the table combines all workers except worker 1. It shows the "
             "median of their sync waits in these steps. In the column `measured`, the number after "
-            "± is half the distance between the quartiles. "
+            "± is half the interquartile range. "
             f"The error is the median minus the injected delay: {self.error_ms:+.1f} ms.",
         )
 

@@ -147,7 +147,8 @@ def submit(
         venv: For `slurm` and `ssh`: a virtual environment that exists on the nodes. Under Slurm the
             default is the environment of the notebook. If it is empty, the job makes an environment
             from its requirements.
-        address: The address of a Ray cluster; by default the variable `RAY_ADDRESS`.
+        address: The address of a Ray cluster; by default the environment variable
+            `RAY_ADDRESS`.
         context: The context of `kubectl`; by default the current context.
         asked: Arguments as for `wb.job`: `nodes=2, time_s=600, partition="gpu"`, `strategy=`,
             `workers=`.
@@ -406,9 +407,9 @@ def _planned(
             if isinstance(what, str) and "\n" not in what
             else "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
-            allowed="a run, a run's name, or a plan. With a strategy (such as "
-            "strategy='mirrored'): a cell's source or a function. wb.submit also takes the path of "
-            "a job folder",
+            allowed="a run, a run's name, or a plan. If you also pass a strategy (such as "
+            "strategy='mirrored'), a cell's source or a function is allowed, too. wb.submit also "
+            "takes the path of a job folder",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
             code="WB-PLAN-200",
         )

@@ -221,7 +221,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         if workers < 2 * stages:
             return (
                 f"needs {2 * stages} workers or more: with fewer workers it has only one pipeline, "
-                "like model_split"
+                "so it is the same as model_split"
             )
     if workers == 1 and entry.max_workers is None:
         return "needs at least 2 workers"

@@ -480,16 +480,16 @@ class Knows:
         if most > values / 10 and not base.setting.piped:
             found.append(
                 f"The runs have {values} measured compute times: one for each worker in each "
-                f"step. These are too few to show how long the slowest of {most} workers takes. "
-                "So the time of the slowest worker is extrapolated. More steps improve the "
-                "estimate."
+                f"step. These times are too few to show how long the slowest of {most} workers "
+                "computes in a step. So the time of the slowest worker is extrapolated. More "
+                "steps improve the estimate."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
                 f"All runs had {base.samples:g} samples per worker and step. The prediction "
                 "assumes that a part of the compute time does not depend on the number of samples. "
-                "The size of this part is not known. The predicted interval takes all sizes from 0 "
-                f"to {MOST_FIXED:.0%} of the compute time into account. To measure this part, "
+                "The size of this part is not known. The predicted interval covers all sizes from "
+                f"0 to {MOST_FIXED:.0%} of the compute time. To measure this part, "
                 "train a second run with another --batch-size, and predict from both runs: "
                 "wb.predict([run, other], ...)."
             )
@@ -506,7 +506,7 @@ class Knows:
                 found.append(
                     "All measured messages had the same size. So Workbench cannot separate the "
                     "fixed cost of a message from the cost that depends on its size. The predicted "
-                    "interval takes all possible values of the two costs into account. Give link= "
+                    "interval covers all possible values of the two costs. Give link= "
                     "and latency=, or a second run with messages of another size "
                     "(-o compress=fp16)."
                 )

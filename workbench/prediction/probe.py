@@ -31,7 +31,8 @@ NOT_PREDICTED = {
     "hybrid": "Workbench does not know how one more worker changes the pipelines' stages",
     "tensor_parallel": "Workbench does not know how the computation of a layer would be "
     "divided among more workers",
-    "tpu": "Workbench does not know how the compiler would change a step on more TPU cores",
+    "tpu": "Workbench does not know how the compiler would change a step if there were more TPU "
+    "cores",
 }
 
 

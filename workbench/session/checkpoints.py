@@ -149,7 +149,7 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
             seen=str(Path(folder) / RUN),
             allowed="an unchanged file, as the run wrote it",
             next_step="restore the file from a copy. If you changed the file yourself, delete the "
-            'entry "checksum", and the comma before this entry',
+            'entry "checksum". Also delete the comma before this entry',
             code="WB-RUN-061",
         )
     assert isinstance(about, dict)

@@ -519,7 +519,7 @@ class Cluster:
 
     @property
     def rejected(self) -> int:
-        """Number of refused messages and connections: without a valid key, or sent twice."""
+        """Number of messages and connections that Workbench refused (docs/security.md)."""
         return session_status.rejected(self)
 
     @begins

@@ -84,9 +84,9 @@ def notes(cluster: ClusterAccess) -> list[str]:
     count, said = rejected(cluster), []
     if count:
         said.append(
-            f"Messages and connections that Workbench refused: {count}. They had no valid key, or "
-            "were sent twice. Another user of this machine or network may have sent them. See "
-            "docs/security.md."
+            f"Messages and connections that Workbench refused: {count}. Possible reasons: no valid "
+            "key, an invalid message, or a message that arrived twice. Another user of this "
+            "machine or network may be the cause. See docs/security.md."
         )
     if (hosted := cluster.engine_set.hosted) is not None:
         said += hosted.agents.turned_away

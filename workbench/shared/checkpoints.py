@@ -223,7 +223,7 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
             f"wb.resume({one.path!r}, workers={workers}) continues from the damaged checkpoint, "
-            "but does not restore each rank's own state, such as its random state"
+            "but the own state of every rank is lost (for example, its random state)"
         )
     return "; ".join(ways) or (
         "the folder has no intact checkpoint: start again with another --checkpoint DIR"

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         flag = re.search(r"unrecognized arguments: (.*)", message)
         if flag:
             raise PlanError(
-                f"{self.prog} does not have this flag or value.",
+                f"{self.prog} does not accept this flag or value.",
                 seen=flag[1],
                 allowed=self.format_usage().replace("usage: ", "").strip(),
                 next_step=f"{self.prog}? shows its help",
@@ -222,14 +222,14 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         dest="listen",
         metavar="WHERE",
         help="engines on other hosts connect to this address of the notebook's machine. Give an IP "
-        "address, a host name, a network interface that has the address, or a network that "
-        "contains the address, such as 10.0.0.0/8",
+        "address, a host name or a network interface of this machine. Or give a network that "
+        "contains an address of this machine, such as 10.0.0.0/8",
     )
     add(
         "--ports",
         metavar="A-B",
-        help="range of ports on which Workbench listens; gloo and NCCL do not use this range, but "
-        "any free port",
+        help="range of ports on which Workbench listens. gloo and NCCL do not use this range: they "
+        "use any free port",
     )
     add(
         "--start-timeout",

@@ -405,7 +405,7 @@ def _check_layout(
             "The global batch is smaller than the number of workers.",
             seen=f"batch_size={batch} on {count} workers",
             allowed=f"batch_size of at least {count}",
-            next_step=f"increase --batch-size, or use fewer workers with -n {batch}",
+            next_step=f"increase --batch-size, or use fewer workers: -n {batch}",
             code="WB-PLAN-087",
         )
     if entry.rules:
@@ -429,8 +429,8 @@ def _check_on_failure(
         raise PlanError(
             f"A run of strategy {entry.name} cannot heal after a worker's death: {why}.",
             seen="--on-failure heal",
-            allowed=f"--on-failure `stop`; {'`continue`; ' * (count > 1 and not entry.one_engine)}"
-            f"`replace` with --checkpoint DIR; `heal` in PyTorch, with these strategies: {able}",
+            allowed=f"`stop`, {'`continue`, ' * (count > 1 and not entry.one_engine)}or `replace` "
+            f"with --checkpoint DIR. `heal` works only in PyTorch, with these strategies: {able}",
             next_step="use --checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
         )

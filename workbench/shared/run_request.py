@@ -124,7 +124,7 @@ class RunRequest(RunSettings):
         read=number("--epochs"),
         several=True,
         help="overrides the cell's number of epochs",
-        without="the argument of `wb.fit`, or 1",
+        without="the argument `epochs` of `wb.fit`; without this argument, 1",
         example="%%distributed mirrored --epochs 2",
     )
     steps: int | None = _said(
@@ -136,7 +136,7 @@ class RunRequest(RunSettings):
         read=number("--steps"),
         several=True,
         help="train for N steps; overrides the cell's number of steps or epochs",
-        without="the argument of `wb.fit`",
+        without="the argument `steps` of `wb.fit`",
         example="%%distributed mirrored --steps 200",
     )
     batch_size: int | None = _said(
@@ -148,7 +148,7 @@ class RunRequest(RunSettings):
         read=number("--batch-size"),
         several=True,
         help="overrides the cell's global batch size",
-        without="the argument of `wb.fit`",
+        without="the argument `batch_size` of `wb.fit`",
         example="%%distributed mirrored --batch-size 256",
     )
     batch_per_worker: int | None = _said(
@@ -158,8 +158,8 @@ class RunRequest(RunSettings):
         argument="batch_per_worker",
         read=number("--batch-per-worker"),
         several=True,
-        help="each worker's share of a batch: N samples (weak scaling); overrides the global "
-        "batch size",
+        help="each worker's share of a batch: N samples (weak scaling). The cell's global batch "
+        "size is then not used",
         without="the global batch stays the same for any number of workers (strong scaling)",
         example="%%distributed mirrored -n 1,2,4 --batch-per-worker 64",
     )
@@ -172,7 +172,7 @@ class RunRequest(RunSettings):
         read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
-        without="the argument of `wb.fit`, or 0",
+        without="the argument `seed` of `wb.fit`; without this argument, 0",
         example="%%distributed mirrored --seed 7",
     )
     seeds: int | None = _said(
@@ -233,7 +233,8 @@ class RunRequest(RunSettings):
         metavar="PRICE",
         trains=True,
         read=several.price_of,
-        help="price of one worker for one hour; tables then also show the cost of an epoch",
+        help="price of one worker for one hour; tables then also show the cost of an epoch (or of "
+        "1M samples, if the size of an epoch is not known)",
         without="no costs are shown",
         example="%%distributed one_device,mirrored -n 1,2,4 --price 2.5",
     )

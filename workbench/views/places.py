@@ -53,8 +53,8 @@ _PICTURES = (
     "during a run."
 )
 _ONLY_INTERRUPT = (
-    "To stop a running cell, press the notebook's interrupt button. Other buttons react only "
-    "after the cell has ended."
+    "To stop a running cell, press the notebook's interrupt button. Workbench's buttons react "
+    "only after the cell has ended."
 )
 
 

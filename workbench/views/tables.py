@@ -331,9 +331,11 @@ def _figures(run: RunSummary) -> list[str]:
     # Workers that take the next free step can exceed their share; "27 of 20" would be confusing.
     of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
     exceeds = not run.joined and run.total_steps and run.steps > run.total_steps
-    whose = " (of the worker with the most steps)" if exceeds else ""
+    whose = " (taken by the worker with the most steps)" if exceeds else ""
+    by = " of all workers" if exceeds else ""
     lines = [
-        f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
+        f"{run.steps}{of} steps{whose}, {number(run.samples)} samples{by} in "
+        f"{duration(run.wall_s)}.",
         f"After a warm-up of {_count(run.warm_up, 'step')}: {number(run.samples_per_s)} samples/s"
         f"{_believed(run)}. A step takes {milliseconds(run.step_s * 1e3)}; compute is "
         f"{percent(run.compute_share)} of this time.",
@@ -345,9 +347,9 @@ def _figures(run: RunSummary) -> list[str]:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
         lines.append(
-            f"Only one of every {run.stride} steps is stored. These values come only from the "
-            'stored steps: the column "median wait", the 95 % interval, the time of a step, and '
-            "the percentage of compute in that time."
+            f'Only one of every {run.stride} steps is stored. The column "median wait" comes '
+            "only from the stored steps. The 95 % interval, the time of a step, and the "
+            "percentage of compute in a step also come only from the stored steps."
         )
     lines += [_server(held) for held in run.servers]
     if run.changes:

@@ -115,8 +115,9 @@ def worker_label(worker: Worker) -> str:
 
 
 def progress(snapshot: Snapshot) -> str:
-    """Return how far the run is: `step 120 of 400`, or `workers at steps 70 to 120 of 400`.
+    """Return how far the run is.
 
+    Its forms are `step 120 of 400` and `workers between step 70 and step 120 of 400`.
     The last rows of a killed worker can be lost, so a failed run has only `2 of 40 steps recorded`.
     The total is left out if a worker took more than its share of the steps.
     """
@@ -124,7 +125,7 @@ def progress(snapshot: Snapshot) -> str:
         of = f" of {snapshot.total_steps}" if snapshot.total_steps is not None else ""
         return f"{snapshot.step}{of} steps recorded"
     least, most = snapshot.least_step, snapshot.step
-    found = f"step {most}" if least == most else f"workers at steps {least} to {most}"
+    found = f"step {most}" if least == most else f"workers between step {least} and step {most}"
     if snapshot.total_steps is None or most > snapshot.total_steps:
         return found
     return f"{found} of {snapshot.total_steps}"
@@ -185,8 +186,10 @@ def left_out(snapshot: Snapshot, shown: int) -> str:
 def dropped(snapshot: Snapshot) -> str:
     """Return the number of lost records in words; empty if none was lost."""
     many = snapshot.dropped
+    if not many:
+        return ""
     what = "record of a step was" if many == 1 else "records of steps were"
-    return f"{number(many)} {what} lost, so the totals of this run are too small" if many else ""
+    return f"{number(many)} {what} lost, so the totals shown are smaller than the real totals"
 
 
 def findings(snapshot: Snapshot) -> list[str]:

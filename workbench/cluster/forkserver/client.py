@@ -54,7 +54,7 @@ LOG_TAIL_LINES = 20
 LOOK_S = 1.0
 PATIENCE = 3
 """This many checks in a row must find a silent parent halted (SIGSTOP) before it is given up."""
-_NAME = "The warm parent (the process that forks engines)"
+_NAME = "The process that forks engines (the warm parent)"
 
 
 class WarmParent:
@@ -394,8 +394,8 @@ class WarmParent:
             halted = halted + 1 if is_halted(pid) else 0
             if halted >= PATIENCE:
                 raise ClusterError(
-                    f"The warm parent (pid {pid}) is suspended: it has received SIGSTOP. The warm "
-                    "parent is the process that forks the engines.",
+                    f"The process that forks engines (the warm parent, pid {pid}) is suspended: it "
+                    "has received SIGSTOP.",
                     next_step="%cluster restart",
                     code="WB-CLUSTER-023",
                 )
@@ -459,7 +459,7 @@ class WarmParent:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
             parent = (
-                "the warm parent (the process that forks engines; pid "
+                "the process that forks engines (the warm parent; pid "
                 f"{end.pid}; ended with {end.text})"
             )
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
@@ -489,10 +489,7 @@ class WarmParent:
         else:
             self.report = message
             if event == "failed":
-                self._failure = (
-                    "The warm parent (the process that forks engines) cannot be used: "
-                    f"{message['error']}."
-                )
+                self._failure = f"{_NAME} cannot be used: {message['error']}."
             self.ready.set()
 
     def _ended(self, end: Exit) -> None:

@@ -184,8 +184,8 @@ def _harmless_in_child(name: str) -> bool:
         import_module(name)
         if trouble := fork_hazard():
             sys.stderr.write(
-                f"{name} will be imported only after the engines have started, because a process "
-                f"that has imported it cannot fork safely: {trouble}\n"
+                f"{name} is not imported before the engines start. A process that has imported "
+                f"{name} cannot fork safely: {trouble}\n"
             )
             sys.stderr.flush()
         os._exit(1 if trouble else 0)

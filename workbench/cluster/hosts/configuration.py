@@ -483,8 +483,8 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
                 "The list of hosts is invalid.",
                 seen=f"{text or 'an empty name'} in {one.shown}",
                 allowed="host, host:4 (at most four engines) or user@host:4, with commas between "
-                "hosts; a host is a name or an address; set ssh's ports and keys in "
-                "~/.ssh/config or with --launcher-option",
+                "hosts. A host is a name or an address. Ports and keys of ssh do not belong here: "
+                "set them in ~/.ssh/config or with --launcher-option",
                 next_step="--on node1:4,user@node2:4",
                 code="WB-PLAN-167",
             )
@@ -582,8 +582,9 @@ def _options(one: Given) -> dict[str, str]:
             raise PlanError(
                 "An option of the launcher is invalid.",
                 seen=one.shown,
-                allowed="for slurm and mpi: NAME=VALUE or NAME, where NAME is a long option (write "
-                "NAME without --); for ssh: NAME=VALUE, where NAME is an option of `ssh -o`",
+                allowed="for slurm and mpi: NAME=VALUE or NAME, where NAME is a long option of "
+                "the launcher, without its two hyphens; for ssh: NAME=VALUE, where NAME is an "
+                "option of `ssh -o`",
                 next_step="for example, for slurm: --launcher-option qos=high; for ssh: "
                 "--launcher-option Port=2222",
                 code="WB-PLAN-183",

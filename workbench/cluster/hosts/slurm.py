@@ -70,9 +70,9 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run `squeue -u $USER`. If the list contains a new job named "
-                "workbench, cancel it with scancel: no notebook uses this job. Then start the "
-                "cluster again",
+                next_step="run `squeue -u $USER`, and look for a new job named workbench. If none "
+                "of your other notebooks has started this job, cancel it with scancel. Then start "
+                "the cluster again",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:

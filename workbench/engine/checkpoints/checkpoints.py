@@ -102,8 +102,8 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "A different cell wrote the checkpoint. The two cells train for different numbers "
-                "of steps before this training begins.",
+                "A different cell wrote the checkpoint. In that cell, the trainings before this "
+                "one took a different number of steps.",
                 seen=f"steps before this training: {self.context.trained} in this cell, "
                 f"{about['base']} in the cell that wrote the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",

@@ -412,8 +412,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
-        "TensorFlow does not know this device name: it calls the first GPU GPU:0. Use the variable "
-        "`device`, which every worker has: tf.device(device)",
+        "TensorFlow does not know this device name. In TensorFlow, the name of the first GPU is "
+        "`GPU:0`. Use the variable `device`, which every worker has: tf.device(device)",
     ),
     (
         r"being mapped to multiple devices|Visible devices cannot be modified after",

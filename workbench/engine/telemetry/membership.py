@@ -31,8 +31,8 @@ LOOK_S, LOOKS = 1.0, 5
 """How often Workbench checks whether a worker hangs in an interrupted collective, and how often in
 a row it must hang."""
 HANGS = (
-    "A collective hangs although its connections are closed. This worker ends itself, so that a "
-    "new engine can replace it."
+    "Workbench tried to interrupt a collective, but the collective still hangs. This worker ends "
+    "itself, so that a new engine can replace it."
 )
 Phase = Literal["before", "ready", "cut", "past"]
 """The states of a worker: before or after a training; in a training; cut off from the others.

@@ -108,8 +108,8 @@ class Watch:
                 if text != told:
                     told = text
                     said = (
-                        "wb.leave_when: Workbench could not check whether a shutdown of this host "
-                        f"is announced ({text}). Workbench tries again.\n"
+                        "wb.leave_when: Workbench could not find out whether this host will be "
+                        f"shut down soon ({text}). Workbench tries again.\n"
                     )
                     os.write(2, said.encode())
             if found is not None and found is not False:

@@ -98,7 +98,7 @@ def check_batch(batch_size: int, context: RunContext) -> None:
             "batch_size must be at least the number of workers, so that each worker has a sample.",
             seen=f"batch_size={batch_size} over {workers} workers",
             allowed=f"batch_size of at least {workers}",
-            next_step=f"increase batch_size, or use fewer workers with -n {batch_size}",
+            next_step=f"increase batch_size, or use fewer workers: -n {batch_size}",
             code="WB-FIT-016",
         )
 
@@ -216,9 +216,10 @@ def check_extras(
 
 
 _EXPLAINED = {
-    "built_optimizer": "an optimizer that you have already built (feature `built_optimizer`)",
-    "own_data": "a separate data set on each worker (feature `own_data`)",
-    "uneven_batches": "a last batch with fewer samples (feature `uneven_batches`)",
+    "built_optimizer": "an optimizer that you have already built",
+    "own_data": "a separate data set on each worker",
+    "uneven_batches": "a last batch with fewer samples",
+    "sparse_gradients": "sparse gradients",
 }
 """What the features are that are no arguments of `wb.fit`."""
 
@@ -266,7 +267,10 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(named)}.",
             allowed="with this strategy: "
-            + (", ".join(sorted(entry.supports)) or "no optional argument"),
+            + (
+                ", ".join(_EXPLAINED.get(one, one) for one in sorted(entry.supports))
+                or "no optional argument"
+            ),
             next_step=f"call wb.fit {' and '.join(map(_change, missing))}"
             + (f", or use another strategy: {', '.join(able)}" if able else ""),
             code="WB-FIT-027",
@@ -316,12 +320,12 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
         share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
         raise FitError(
-            f"Strategy {entry.name} needs a model with weights, but tensors of this model are on "
-            "device `meta` and have no values.",
+            f"Strategy {entry.name} needs a model whose tensors have values, but tensors of this "
+            "model are on device `meta` and have no values.",
             seen=f"tensors on device `meta`: {lacking[0]}"
             + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
-            allowed="a model with weights; a model on device `meta` only under one of these "
-            f"strategies: {', '.join(able)}",
+            allowed="a model whose tensors have values, or one of these strategies: "
+            f"{', '.join(able)}",
             next_step=f"build the model without torch.device('meta'), or use {able[0]}"
             if entry.name not in share
             else "pass the function that builds the model: wb.fit(lambda: make_model(), ...)",

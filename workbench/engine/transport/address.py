@@ -183,8 +183,8 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
             sock.close()
     if way in ("unix", "shared_memory"):
         raise LinkError(
-            f"For a link of type `{way}`, the worker and the server must be on the same host. They "
-            "must not be in different containers.",
+            f"A link of type `{way}` needs a Unix socket of the server. So the worker and the "
+            "server must be on the same host. Two containers usually count as two hosts.",
             seen="the worker cannot open the server's socket"
             if near
             else "the server is on another host, or has no Unix socket",

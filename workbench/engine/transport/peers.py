@@ -275,6 +275,6 @@ def _silent(rank: int) -> LinkError:
     return LinkError(
         f"Worker {rank} did not answer in time.",
         seen=f"no answer for {SILENCE_S} s",
-        next_step=f"%cluster stacks shows where worker {rank} waits in the code",
+        next_step=f"%cluster stacks shows which line of code worker {rank} is running",
         code="WB-RUN-018",
     )

@@ -67,8 +67,7 @@ class Replacing(Watching):
             return
         who = self._called(pace)
         slow = (
-            f"{pace.ratio[pace.slowest]:.1f} times as long for its share as the other workers for "
-            "their shares"
+            f"{pace.ratio[pace.slowest]:.1f} times as long as the other workers to finish a share"
         )
         if engine in self._replaced or len(self._replaced) >= MOST:
             again = engine in self._replaced
@@ -139,9 +138,9 @@ class Replacing(Watching):
 def replaced_words(event: Replaced, who: str) -> str:
     """Return the note on the replaced worker and on the reason."""
     return (
-        f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long for its "
-        f"share as the other workers for their shares. A new engine replaces this worker from "
-        f"step {event.step} on."
+        f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long as the "
+        f"other workers to finish a share. A new engine replaces this worker from step "
+        f"{event.step} on."
     )
 
 

@@ -177,8 +177,9 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
         if engine in members
         else f"engine {engine} is not an engine of this run, or is already joining or leaving, or "
         "has finished",
-        allowed="an engine that has left this run, or has died in it (Workbench starts a dead "
-        f"engine again). The engines {list(members)} are training, so they cannot join",
+        allowed="an engine that has left this run, or that has died in it. Before a dead engine "
+        f"joins, Workbench starts it again. The engines {list(members)} are training, so they "
+        "cannot join",
         code="WB-RUN-142",
     )
 

@@ -241,9 +241,9 @@ def shed_words(event: Shed, who: str, before: int) -> str:
     if not event.ranks:
         return f"No worker is slow any more. From step {event.step} on, all shares are equal again."
     return (
-        f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long for its "
-        f"{before} samples as the other workers for their samples. From step {event.step} on, the "
-        f"workers' shares of the batch are {batch} samples."
+        f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long as the "
+        f"other workers to finish a share. Its share was {before} samples. From step {event.step} "
+        f"on, the workers' shares of the batch are {batch} samples."
     )
 
 

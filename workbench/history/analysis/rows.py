@@ -489,8 +489,8 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
             f"{FAR:.0f} times as large as in these runs."
         )
     return (
-        f"{_IF_IT_GROWS} then with batches of {_batch(payoff)}, {plan.name} is faster than "
-        f"{one.name}. With such a batch, a step of {one.name} takes more than about "
+        f"{_IF_IT_GROWS} {plan.name} is faster than {one.name} with batches of "
+        f"{_batch(payoff)}. With such a batch, a step of {one.name} takes more than about "
         f"{milliseconds(payoff.step_s)}."
     )
 

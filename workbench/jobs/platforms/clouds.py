@@ -51,8 +51,8 @@ class Ray:
         needed(folder, "run_ray.py", self.name)
         needed(folder, "ray-env.yaml", self.name)
         must(self._words(self.address, "list"), "Ray's cluster does not answer.",
-             "start Ray (`ray start --head`), or give the address of its head node: "
-             "address='http://HEAD:8265' or the variable RAY_ADDRESS")  # fmt: skip
+             "start Ray (`ray start --head`). Or give the address of its head node, with "
+             "address='http://HEAD:8265' or in the environment variable RAY_ADDRESS")  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Submit the job under a name that Workbench chooses."""
@@ -152,7 +152,7 @@ class Kubernetes:
              *more],
             "Kubernetes refused the job.",
             "if Kubernetes already has a job with this name, give your job another name "
-            "(name=...), or delete the old job: run `kubectl delete -f trainjob.yaml` in the job "
+            "(name=...). Or delete the old job: run `kubectl delete -f trainjob.yaml` in the job "
             "folder. If Kubernetes does not know the kind TrainJob, install Kubeflow Trainer",
             cwd=folder,
         )  # fmt: skip

@@ -501,10 +501,10 @@ def _unlike(
     words = f"{trial}: the number at place {at} on worker {rank} is not the sum"
     digits = f"{value:.0f}".zfill(workers)[::-1]
     if np.isfinite(value) and value == round(value) and len(digits) == workers:
-        parts_of = [f"{digit} times the part of worker {r}" for r, digit in enumerate(digits)]
-        words += f"; it contains {', '.join(parts_of)}"
+        times = [f"{digit} × the number of worker {r}" for r, digit in enumerate(digits)]
+        words += f"; it is {' + '.join(times)}"
     hint = (
-        "the sum must contain each worker's part once: follow one number through all rounds on "
+        "the sum must contain each worker's number once: follow one number through all rounds on "
         "paper"
     )
     return f"{words}.", hint

@@ -72,7 +72,8 @@ def by_hand(c: Check) -> None:
     slow = max(range(len(ready)), key=lambda r: ready[r])
     c.need(
         all(0.005 <= truth[r] <= 10 for r in range(len(ready)) if r != slow),
-        "The times in `ready_s` do not show that one worker was ready later than the others.",
+        "The times in `ready_s` are not right: the worker that is ready last must be between 5 ms "
+        "and 10 s later than every other worker.",
         "run the cell again, with the original lines above `# YOUR CODE`",
     )
     c.need(
@@ -105,7 +106,7 @@ def by_hand(c: Check) -> None:
         not off,
         "the other workers wait until the last worker is ready",
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
-        "which is not the time until the last worker was ready",
+        "but it must be the time from this rank's `ready_s` until the last worker is ready",
         "a wait ends when the last worker is ready. Do not measure how long `dist.all_reduce` "
         "takes: this call also sends messages, and ends later than the wait. A worker's wait is "
         "the latest `ready_s` minus its own `ready_s`"
@@ -162,7 +163,7 @@ def blind(c: Check) -> None:
     )
 
 
-@exercise("3.4", "The fraction of its time that a worker spends waiting")
+@exercise("3.4", "The fraction of the time in which a worker waits")
 def share(c: Check) -> None:
     """Call `waiting_share` with several numbers of workers, and compare its results."""
     for n in (1, 2, 3, 8, 1000):
@@ -197,18 +198,18 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs "
-            f"{found:.4g} s for its part, a step with this worker must be as long as a step "
-            "without it. But one of these steps is longer.",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}, which is not the right time. If the "
+            f"slow worker needs {found:.4g} s for its part, a step with this worker and a step "
+            "without it are not equally long. With the right time they are equally long.",
             "return the exact value, without rounding"
             if close(found, t_s * n / (n - 1), _ROUNDED)
-            else "if the slow worker is left out, how large is the part of each of the other "
-            "workers, and how long does this part take?",
+            else "without the slow worker, how large is each other worker's part of the batch? "
+            "How long does this part take?",
         )
     c.expect(
         True,
-        "`keep_up_to_s` is right: if the slow worker needs this time for its part, a step with "
-        "this worker is as long as a step without it",
+        "`keep_up_to_s` is right: if the slow worker needs the returned time for its part, a step "
+        "with this worker is as long as a step without it",
         "",
     )
 

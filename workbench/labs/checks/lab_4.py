@@ -222,7 +222,7 @@ def through_server(c: Check) -> None:
         value = c.number_from("through_server", NamedRun(run.name, workers, sent_bytes))
         c.need(
             close(value, 2 * workers * sent_bytes, SHARE),
-            f"The check called through_server with an invented run: each of {workers} workers "
+            f"The check ran through_server on an invented run: each of {workers} workers "
             f"sends {sent_bytes:.6g} bytes in a step. For this run, through_server returned "
             f"{value:.6g} bytes, which is not right.",
             "take all numbers from `run.history`: the number of steps, the number of workers, and "
@@ -267,7 +267,7 @@ def best_workers(c: Check) -> None:
         c.need(
             here_s <= min(less_s, more_s),
             f"{asked} returned {n:.4g}, but with {fewer} workers a step is shorter.",
-            "if N grows, T₁/N becomes smaller and 2NM/B becomes larger: at the best N, the "
+            "if N grows, T₁/N becomes smaller and 2NM/B becomes larger. At the best N, the "
             "derivative of their sum is 0",
         )
     c.expect(True, "with fewer or more workers than `best_workers` returns, a step is longer", "")
@@ -373,8 +373,8 @@ def store(c: Check) -> None:
                 off <= EXACT,
                 f"After push {push + 1}, worker {worker} pulled numbers that differ by up to "
                 f"{off:.2g} from the right values.",
-                "the updater gets the sum of all workers' gradients, not their mean. `pull` copies "
-                "the server's value into `into` on every worker",
+                "call the updater with the sum of all workers' gradients, not with their mean. "
+                "`pull` copies the server's value into `into` on every worker",
             )
     c.expect(True, "after each push, all workers pull the server's values of both keys", "")
     calls = [list(w[1]) for w in found]

@@ -258,8 +258,8 @@ def ratios(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             as_read(found, uneven[at] / sync[at]),
-            f"`{name}` is right: it is the {what} of 'uneven' until a loss below {TARGET}, divided "
-            "by those of 'sync'",
+            f"`{name}` is right: it is the {what} that 'uneven' needed for a loss below {TARGET}, "
+            f"divided by the {what} that 'sync' needed",
             f"`{name}` is {found:.4g}, which does not agree with the curves of 'uneven' and 'sync'",
             f"`curve` returns seconds, samples and loss. For each run, take the {what} at the "
             f"first point with a loss below {TARGET}. Divide the {what} of 'uneven' by those of "

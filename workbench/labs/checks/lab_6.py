@@ -228,8 +228,8 @@ def in_flight(c: Check) -> None:
         c.expect(
             given == counted,
             f"{schedule}: the number of microbatches is right for each stage",
-            f"{schedule}: for stage {stage}, `{name}` gives {given[stage]} {many}, but the "
-            "counters in this stage's layers show another number",
+            f"{schedule}: in `{name}`, stage {stage} has {given[stage]} {many}, but the layers of "
+            "this stage counted another number",
             "with gpipe, a stage begins its first backward pass after its last forward pass"
             if schedule == "gpipe"
             else _hint_1f1b(stage, given[stage] > counted[stage]),
@@ -249,8 +249,8 @@ def _hint_1f1b(stage: int, too_many: bool) -> str:
             "why is the stage idle?"
         )
     return (
-        f"with 1f1b, a microbatch comes back to stage {stage} only after it has been in all later "
-        f"stages: how many forward passes does stage {stage} run before microbatch 0 comes back?"
+        f"with 1f1b, microbatch 0 comes back to stage {stage} only after it has been in all later "
+        f"stages. How many forward passes does stage {stage} run before that?"
     )
 
 
@@ -282,7 +282,8 @@ def balanced(c: Check) -> None:
     right = c.expect(
         mine == best,
         "with your cuts, the slowest stage is as fast as possible",
-        f"with your cuts the slowest stage takes {mine} ms, but other cuts make it faster",
+        f"with your cuts the slowest stage takes {mine} ms, but with other cuts the slowest stage "
+        "takes less time",
         "stages may have different numbers of layers: add up the times of the layers in each "
         "stage, and make the largest of the three sums as small as possible",
     )

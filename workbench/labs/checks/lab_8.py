@@ -105,7 +105,7 @@ def by_hand(c: Check) -> None:
             "run the cell of exercise 8.1 on the engines: it begins with %%distributed",
         )
     first = _loaded(
-        c, found["first"], 12, "the check calls save(model, optimizer, step) and load(saved, "
+        c, found["first"], 12, "the check runs save(model, optimizer, step) and load(saved, "
         "model, optimizer): do your functions work with these arguments?", "the next update "
         "depends on more than the weights: which object besides the model has a state? Does "
         "`save` return a copy of this state?",
@@ -114,7 +114,7 @@ def by_hand(c: Check) -> None:
         _is_near(first["then"], _trained(begun[0], batches, 12))
         and _is_near(first["whole"], _trained(begun[0], batches, 20)),
         "The check trains a small model on the engines. The weights of this model were wrong "
-        "before the check called `load`.",
+        "before the check ran `load`.",
         "a cell may have changed torch on the engines: run %cluster restart in a new cell, then "
         "the cell of exercise 8.1 again",
     )
@@ -157,7 +157,8 @@ def _loaded(
     )
     c.need(
         bool(found["training"]),
-        f"{words}`load` put the new model into evaluation mode, but the training continues.",
+        f"{words}`load` put the new model into evaluation mode. But after `load` the "
+        "training continues, so the model must be in training mode.",
         "in evaluation mode, layers such as BatchNorm and dropout do not behave as in training: "
         "does `load` call model.eval()?",
     )
@@ -221,8 +222,8 @@ def lost(c: Check) -> None:
         count == TOTAL,
         "each step counts once in the final weights",
         f"the final weights are not the result of {count} updates",
-        "some steps are done twice. When a step is done a second time, do the weights still "
-        "contain its update from the first time?",
+        "some steps are done twice. When a step is done again, do the weights still contain the "
+        "update from the first time this step was done?",
     )
 
 
@@ -340,7 +341,7 @@ def interval(c: Check) -> None:
             side = "shorter" if loss(value * 0.99) < loss(value) else "longer"
             c.wrong(
                 f"{shown} returned {value:.4g}, but a {side} interval loses less time.",
-                "the fraction of the time that is lost is L(W) = C/W + W/(2M). At the best W, the "
+                "the lost fraction of the time is L(W) = C/W + W/(2M). At the best W, the "
                 "derivative of L with respect to W is zero. Section 6 explains C, W and M",
             )
         c.need(
@@ -376,9 +377,10 @@ def healed(c: Check) -> None:
     )
     c.expect(
         later == BATCH / 3,
-        "with the new worker, every worker has the same share as before the death",
-        f"`samples_healed` is {later:g}, but this is not the share of worker 0 with the new worker",
-        "how many workers share the batch when the new worker has joined?",
+        "after the new worker has joined, every worker has the same share as before the death",
+        f"`samples_healed` is {later:g}, but this is not the share of worker 0 after the new "
+        "worker has joined",
+        "how many workers share the batch after the new worker has joined?",
     )
     c.expect(
         bool(same),
@@ -406,13 +408,13 @@ def lost_time(c: Check) -> None:
         shown = f"lost_by_healing({pause_s:g}, {away_s:g}, {n}, {m_s:g})"
         c.need(
             math.isclose(value, (2 * pause_s + away_s / n) * n / m_s, rel_tol=1e-3),
-            f"{shown} returned {value:.4g}, which is not the fraction of the time that is lost.",
+            f"{shown} returned {value:.4g}, which is not the lost fraction of the time.",
             hint,
         )
     c.expect(
         True,
-        "the fraction is right: it counts the failures of all machines, and for each failure the "
-        "pauses and the time in which a worker is away",
+        "the fraction is right: it includes the failures of all machines. For each failure, it "
+        "includes the pauses and the time in which a worker is away",
         "",
     )
 
@@ -441,7 +443,8 @@ def promises(c: Check) -> None:
             f"the answer for `{name}` is right",
             f"{given!r} is not the right answer for `{name}`",
             "after an average, every worker trains its own model until the next average. Does any "
-            "other process have the steps that the dead worker took since the last average?"
+            "other process have the results of the steps that the dead worker took since the last "
+            "average?"
             if right == "c"
             else f"with `{name}`, which processes hold the model? See wb.strategies() and "
             "docs/strategies.md",

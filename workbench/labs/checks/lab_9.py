@@ -162,8 +162,8 @@ def _played(c: Check, name: str) -> None:
     own = draw(seed_of(student), name, attempt)
     c.need(
         list(play["numbers"]) == own.numbers,
-        f"The numbers of case {name} depend on the student's name. This case {name} does not have "
-        f"the numbers for the student {student!r}.",
+        f"The numbers of case {name} depend on the student's name. The numbers of this case {name} "
+        f"are not those of the student {student!r}.",
         f'take the case from blind.case("{name}", student), and do not change it',
     )
     strategy, predicted = str(play["strategy"]), float(play["predicted"])
@@ -239,7 +239,7 @@ def fitting(c: Check) -> None:
                 "not the number of bytes that one worker holds.",
                 hint,
             )
-    c.expect(True, "the bytes that a worker holds are right for all six strategies", "")
+    c.expect(True, "`held_bytes` returns the right number of bytes for all six strategies", "")
     choice = c.text("choice", MEMORY)
     c.expect(
         choice == "model_split",
@@ -294,7 +294,8 @@ def unsimulated(c: Check) -> None:
             f"`extra_{term}_s` is the measured time of the part {term!r} minus its predicted time",
             f"`extra_{term}_s` is {value * 1e3:.3g} ms, which does not agree with the runs "
             "`real-1` and `real-2`",
-            f"subtract the predicted time of the part {term!r} of the step from its measured time",
+            f"take the measured time of the part {term!r}, and subtract the predicted time of this "
+            "part",
         )
     why = c.text("why", tuple(extra))
     c.expect(

@@ -31,8 +31,8 @@ SAID: dict[State, str] = {
     "unchanged": "collected before",
     "replaced": "collected; the previous notebook is kept, with .before in its name",
     "older": "not collected: the student also handed in a newer notebook for this lab",
-    "kept": "not collected: another notebook of the student for this lab was collected earlier; "
-    "use --replace to replace it",
+    "kept": "not collected: for this lab, another notebook of this student was collected earlier; "
+    "use --replace to replace that notebook by this one",
     "unreadable": "not collected",
 }
 MOST_MEMBERS = 20_000

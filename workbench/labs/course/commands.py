@@ -39,8 +39,8 @@ def add_commands(commands: Any) -> None:
         "--roster",
         type=Path,
         metavar="FILE",
-        help="CSV file with all students; with this file, the output also lists the students from "
-        "whom there is no notebook",
+        help="CSV file with all students; with this file, the output also lists the students "
+        "whose notebooks are missing",
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"
@@ -54,7 +54,7 @@ def add_flags(add: Any) -> None:
              "labs do not change")  # fmt: skip
     add("--roster", type=Path, metavar="FILE",
         help="CSV file with all students; with this file, the gradebook also gets a row for each "
-             "student from whom there is no notebook")  # fmt: skip
+             "student whose notebook is missing")  # fmt: skip
     add("--feedback", type=Path, metavar="FOLDER",
         help="write copies of the notebooks, with points and the results of the checks, to this "
              "folder")  # fmt: skip

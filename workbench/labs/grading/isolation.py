@@ -68,11 +68,11 @@ class Isolation:
                 "isolated: cells cannot read the memory or the files of the grading process, and "
                 "cannot send signals to it"
             )
-            more = f" (but cells can reach the network: {self.why})"
+            more = f" (but cells can reach the network; the reason: {self.why})"
             return said + more if self.network else said
         if self.how == "user":
             return ("partly isolated: cells run as another user, so they cannot send signals to "
-                    "the grading process. But cells can read files that every user can read "
+                    "the grading process. But cells can read the files that every user may read "
                     f"(stronger isolation is not possible: {self.why})")  # fmt: skip
         return (
             "not isolated: cells can read the checks, and they can end the grading process "

@@ -412,7 +412,7 @@ def mark(number: str, told: Told) -> tuple[dict[str, Any], bool]:
     except (OutOfTime, Late):
         late = True
         words = "The check was stopped at the time limit, because the answer's code did not end."
-        hint = "does every loop end? Does every worker that waits for a message receive one?"
+        hint = "does every loop end? Is there a message for every worker that waits for one?"
         finding = {"right": False, "words": words, "hint": hint}
         report = {"exercise": number, "passed": False, "findings": [finding]}
     report["findings"] = [_cut(one) for one in report["findings"][:_MOST_FINDINGS]]

@@ -289,7 +289,7 @@ class Watch:
         elif files == TOO_DEEP:
             self.broken = f"paths of the notebook's folders had more than {MOST_PATH} characters"
         elif files > MOST_FILES:
-            self.broken = f"the notebook had more than {MOST_FILES} files and folders"
+            self.broken = f"the number of the notebook's files and folders was over {MOST_FILES}"
         self._disk_at = time.monotonic() + DISK_EVERY_S
         return SHARE * (self._disk_at - DISK_EVERY_S - began)
 

@@ -196,7 +196,7 @@ def _checked(wire: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         if name in _LISTS and not (
             isinstance(value, list) and all(isinstance(one, _LISTS[name]) for one in value)
         ):
-            raise TypeError(f"{name} is not a list of the right type")
+            raise TypeError(f"{name} must be a list, and all its items must have the right type")
     return {name: wire[name] for name in names}
 
 
@@ -303,8 +303,8 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [
-            f"{name}: look at the cells of exercise {outcome.exercise}, because they use "
-            "something that no answer of this lab needs: "
+            f"{name}: look at the cells of exercise {outcome.exercise}. They use something that "
+            "no answer of this lab needs: "
             f"{_line(', '.join(outcome.look_at))}"
             for outcome in one.outcomes if outcome.look_at
         ]  # fmt: skip

@@ -101,7 +101,8 @@ class RunSettings:
         help="when an engine dies: `stop`; `continue`: go on with fewer workers; `replace`: start "
         "a new engine (needs --checkpoint); `heal`: the other workers continue, and a new engine "
         "joins them",
-        without="`replace` if `--checkpoint` is given, otherwise `stop`",
+        without="`stop`; with `--checkpoint`: `replace`; with `--spares` or `--on-straggler "
+        "replace`: `heal`",
         example="%%distributed mirrored --on-failure continue",
     )
     on_straggler: str = _said(
@@ -110,8 +111,8 @@ class RunSettings:
         choices=ON_STRAGGLER,
         trains=True,
         argument="on_straggler",
-        help="when a worker stays slow: `wait` for the worker, `shed` (give the worker a smaller "
-        "share of each batch), or `replace` the worker with a new engine",
+        help="what to do when a worker stays slow. `wait`: wait for the worker. `shed`: give the "
+        "worker a smaller share of each batch. `replace`: replace the worker with a new engine",
         without="`wait`: each step takes as long as the slowest worker needs",
         example="%%distributed mirrored --on-straggler shed",
     )
@@ -122,10 +123,11 @@ class RunSettings:
         trains=True,
         argument="spares",
         read=number("--spares", 0),
-        help="number of spare engines, which run the cell up to wb.fit and wait there; if an "
-        "engine dies, a spare engine replaces it immediately (--on-failure heal)",
-        without="0: there is no spare engine; with `--on-failure heal`, a new engine is started "
-        "after an engine has died",
+        help="number of spare engines. A spare engine runs the cell up to wb.fit and waits there. "
+        "If an engine dies, a spare engine replaces it immediately. With --spares, the default of "
+        "--on-failure is `heal`",
+        without="0: there is no spare engine. With `--on-failure heal`, Workbench starts a new "
+        "engine after an engine has died",
         example="%%distributed mirrored --spares 1",
     )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field

@@ -15,8 +15,8 @@ its own and its neighbours' parameters (mixing). In the matrix of the mixing wei
 every column adds up to 1. So mixing does not change the mean of all replicas. The replicas are
 close to each other, but not equal. On a ring, a change of one replica spreads by only one worker
 per step in each direction. So with more workers, the differences between the replicas are larger.
-On the exponential graph of 2^k workers, every replica has been mixed with all other replicas after
-k steps.
+On the exponential graph of 2^k workers, a change of one replica reaches all other replicas within k
+steps.
 
 A worker waits only for its neighbours. So on a ring, the delay of one worker reaches distant
 workers only some steps later. Each message contains the time when its sender was ready. If all

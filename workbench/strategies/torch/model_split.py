@@ -402,8 +402,8 @@ class ModelSplit(Strategy):
         other = self._same.other(step, needed, about=f"pipeline {row}")
         if other is not None:
             raise FitError(
-                "The workers of a pipeline read different samples, so inputs and targets do not "
-                "belong together.",
+                "The workers of a pipeline read different samples. So the targets on the last "
+                "stage do not belong to the inputs on the first stage.",
                 seen=f"step {step}: the targets of rank {self.rank} and of rank {other} differ",
                 allowed="the same samples on every worker of a pipeline",
                 next_step="use the same random seeds on all ranks of a pipeline; on every rank, "
@@ -493,7 +493,7 @@ class ModelSplit(Strategy):
                     f"Worker {rank} could not build its stages.",
                     seen=text.splitlines()[0],
                     next_step="correct the cause of this error. If the worker's memory was full, "
-                    "use more workers, or give this worker fewer layers with -o split_at=NAME,NAME "
+                    "use more workers. Or give this worker fewer layers with -o split_at=NAME,NAME "
                     "(each named layer begins a new stage)",
                     code="WB-FIT-120",
                 )

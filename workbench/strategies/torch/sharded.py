@@ -24,13 +24,13 @@ their size in a step. Under `mirrored` it sends 2 (n-1)/n times their size. With
 gathered units stay in memory from the forward pass to the backward pass. In this case every worker
 sends only 2 (n-1)/n times the parameters' size, but needs more memory.
 
-You can give `wb.fit` a function that builds the model. Then every worker first builds the model
-without values (device `meta`). Only rank 0 calls the function once more, to make the values of the
-parameters. Rank 0 sends the values to all workers. Each message contains rows of one tensor, and
-each worker keeps only its own part of the tensor (`Filling` in the source). So at the start of the
-run, only rank 0 needs memory for the whole model. This is memory of rank 0's host, not of a GPU. If
-the function cannot run on device `meta` (because it computes with the values), every worker builds
-the whole model.
+You can give `wb.fit` a function that builds the model. In this case, every worker begins with a
+model without values: it calls the function on device `meta`. Only rank 0 then calls the function a
+second time, to make the values of the parameters. Rank 0 sends the values to all workers. Each
+message contains rows of one tensor, and each worker keeps only its own part of the tensor
+(`Filling` in the source). So at the start of the run, only rank 0 needs memory for the whole model.
+This is memory of rank 0's host, not of a GPU. If the function cannot run on device `meta` (because
+it computes with the values), every worker builds the whole model.
 
 All parameters of a unit are gathered together. A unit has at least `unit_mb` MB of parameters. Two
 kinds of modules can be units: an element of a Sequential or ModuleList, and a direct child of the

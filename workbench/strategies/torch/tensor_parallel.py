@@ -73,11 +73,12 @@ Plan = dict[str, str]
 """Maps the name of each layer to its style: `col`, `row`, `gathered`, `split_row`, `heads`."""
 
 STYLES = {
-    "col": "divided by columns; the output stays divided",
-    "row": "divided by rows; needs a divided input; the outputs are added up",
-    "gathered": "divided by columns; the output is gathered immediately",
-    "split_row": "divided by rows; the input is not divided",
-    "heads": "divided like col; for code that reshapes the output into attention heads",
+    "col": "weights divided by columns; the output stays divided",
+    "row": "weights divided by rows; the input must already be divided; the outputs of all "
+    "workers are added up",
+    "gathered": "weights divided by columns; every worker gets the whole output",
+    "split_row": "weights divided by rows; the input is not divided",
+    "heads": "weights divided as in col; for code that reshapes the output into attention heads",
 }
 ALONE = ("gathered", "split_row")
 

@@ -131,7 +131,7 @@ def as_bytes(comparison: Comparison, suffix: str) -> bytes:
     make = _FORMS.get(suffix)
     if make is None:
         raise PlanError(
-            "A comparison cannot be saved with this file suffix.",
+            "A comparison cannot be saved in a file with this suffix.",
             seen=suffix,
             allowed=", ".join(_FORMS),
             code="WB-PLAN-149",

@@ -63,9 +63,7 @@ def throughput(axes: Axes, comparison: Comparison) -> None:
     if apart:
         axes.plot(*zip(*apart, strict=True), "o", ms=5, color=PAPER["light"], mec=INK["light"],
                   mew=1.1, zorder=6)  # fmt: skip
-        axes.set_xlabel(
-            "circle: rate including warm-up steps", fontsize=TICK_PT, color=MUTED["any"]
-        )
+        axes.set_xlabel("circle: rate, warm-up included", fontsize=TICK_PT, color=MUTED["any"])
     axes.xaxis.set_major_formatter(tick)
 
 

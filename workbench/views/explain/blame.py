@@ -61,7 +61,7 @@ class BlameMatrix(Picture, Blame):
         """Return which steps were counted."""
         return [
             f"{self._counted()}. Rows: waiting workers. Columns: the workers that caused the "
-            "waits. Each value is a mean per step."
+            'waits. The values in the column "total" are sums. All other values are means per step.'
         ]
 
     def _counted(self) -> str:
@@ -142,13 +142,13 @@ def _time(seconds: float) -> str:
 
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
-    "synchronous": "the other workers would no longer wait for worker {worker}. In each step, the "
-    "exchange of tensors would begin as soon as all other workers are ready",
+    "synchronous": "the estimate assumes that the other workers never wait for worker {worker}. So "
+    "in each step, the exchange of tensors begins when the last of the other workers is ready",
     "pipeline": "the busiest worker decides how long a step takes. Time saved per step = busy time "
     "of worker {worker} − longest busy time among the other workers. If this "
-    "difference is negative, no time is saved. With a faster worker {worker}, the pipeline would "
-    "also fill and drain in less time. The estimate leaves out this effect, so the real gain is "
-    "larger",
+    "difference is negative, no time is saved. If worker {worker} were faster, the pipeline "
+    "would also fill and drain in less time. The estimate leaves out this effect, so the real gain "
+    "would be larger",
     "asynchronous": "a step of worker {worker} would take as long as the median step of the other "
     "workers",
 }
@@ -165,11 +165,11 @@ class WhatIfPicture(Picture, WhatIf):
         """Return the result in words."""
         was, would = (milliseconds(s.mean() * 1e3) for s in (self.step_s, self.without_s))
         return [
-            f"If worker {self.without} were as fast as the median of the other workers, a step "
-            f"would take {would} instead of {was} on average.",
+            f"If worker {self.without} were as fast as the median of the other workers, the mean "
+            f"time of a step would be {would} instead of {was}.",
             f"The throughput would be {number(self.without_per_s)} instead of "
             f"{number(self.samples_per_s)} samples/s ({self.speedup:.2f}x). "
-            f"{len(self.step)} steps would take {duration(self.saved_s)} less.",
+            f"{len(self.step)} steps together would take {duration(self.saved_s)} less time.",
         ]
 
     def _estimate(self) -> str:

@@ -351,7 +351,7 @@ def _waited_s(worker: WorkerStep) -> float:
 
 def absent(phase: Phase) -> Phase:
     """Return a phase that was not part of the step."""
-    words = f"This phase is not part of this step. It takes place every {phase.every} steps."
+    words = f"This phase takes place every {phase.every} steps, and not in this step."
     return Phase(phase.title, words, every=phase.every)
 
 

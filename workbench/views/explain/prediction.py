@@ -80,7 +80,7 @@ class PredictionPicture(Picture, Prediction):
                  "predicted, less certain" if p.far else "predicted"]
             )  # fmt: skip
         notes = [
-            f"Link: {self.link}. {_SCALING[self.scaling]} The predicted runs have "
+            f"Link: {self.link}. {_SCALING[self.scaling]} The prediction is for runs of "
             f"{self.steps} steps."
         ]
         return Table(columns, rows, self.sentence(), [*notes, *self.notes])
@@ -95,7 +95,14 @@ class PredictionPicture(Picture, Prediction):
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
         off = at[0].step_s[0] / measured.step_s - 1
         where = "inside" if inside else "outside"
-        return f", {where} the predicted interval; prediction error {off:+.0%}"
+        much = percent(abs(off))
+        how = (
+            "the predicted and the measured step time differ by less than 1 %"
+            if much == percent(0)
+            else f"the predicted step time is {much} {'shorter' if off < 0 else 'longer'} than the "
+            "measured step time"
+        )
+        return f", step time {where} the predicted interval; {how}"
 
     def text(self) -> str:
         """Return the table as text."""
@@ -377,8 +384,11 @@ class ChoicePicture(Picture, Choice):
         spent = ""
         if known:
             spent = f"The short runs took {_time(self.seconds)} in total. "
-        text = 'In the column "interval", measured rates have a 95 % interval. '
-        return [f"{spent}{text}Predicted rates have a 90 % interval.", *self.notes]
+        text = (
+            'The column "interval" shows a 95 % interval for measured rates, and a 90 % interval '
+            "for predicted rates."
+        )
+        return [f"{spent}{text}", *self.notes]
 
     def text(self) -> str:
         """Return the table as text."""

@@ -413,7 +413,7 @@ function drawTimeline(panel, table, head, ink) {
   }
   drawStepNumbers(c, data, columns, from, rows, x, ink);
   const last = data[(rows - 1) * columns], cut = drawCuts(c, table, head, from, ranks, x, height - BOTTOM, ink);
-  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · dashed line: a pause was cut out here" : ""}`);
+  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · dashed line: a pause was cut out" : ""}`);
 }
 
 /** A dashed line where time between two steps was left out; returns whether there is one. */
@@ -564,6 +564,15 @@ function drawBubbles(panel, table, head, ink) {
     head.bubbles[r].slice(wide ? 0 : 1).forEach((text, i) => c.fillText(text, columns[i][1], y + row / 2 + 0.5));
   }
   drawIdeal(c, left + ideal * bar, height, ink);
+}
+
+/** A worker's bubble in words, from the two texts that its row shows. */
+function bubbleWords(whole, beyond) {
+  const points = Number.parseInt(beyond.replace(/[+±]/, ""), 10);
+  if (Number.isNaN(points)) return "the bubble is not measured";
+  const size = `the bubble is ${whole} of the time for compute and bubble together. This is`;
+  if (!points) return `${size} not more than the ideal bubble`;
+  return `${size} ${points} percentage ${points === 1 ? "point" : "points"} more than the ideal bubble`;
 }
 
 function drawBubble(c, bubble, ideal, left, y, width, height, styles, ink) {
@@ -845,7 +854,7 @@ class View {
     if (!head.split) return;
     if (this.split !== head.split) this.layOutStages(head.split);
     drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
-    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: the bubble is ${whole} of the time, ${beyond.replace(/[+±]/, "").replace("%", "percentage points")} above the ideal bubble`);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: ${bubbleWords(whole, beyond)}`);
     this.bubbles.label(`${head.split.caption}. The ideal bubble is the bubble that this schedule has if all stages take the same time. ${words.join(". ")}.`);
   }
 

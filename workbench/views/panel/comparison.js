@@ -166,7 +166,7 @@ SECTIONS.push((() => {
   function make(app, root) {
     let axis = AXES[0], sort = { key: "", down: true }, compared = null;
     const picks = kit.h("div", { class: "wbp-chips", role: "group", "aria-label": "Runs to compare" });
-    const latest = kit.button("Runs of the latest recipe", "Compare the runs that have the same recipe as the latest finished run (at most the newest 24 runs)", () => app.do("comparison.latest"));
+    const latest = kit.button("Runs of the latest recipe", "Compare the runs that have the same recipe as the latest ended run. At most 24 runs are compared: the latest ones", () => app.do("comparison.latest"));
     const none = kit.h("p", { class: "wbp-empty" }, "Finished runs are compared here. Run one recipe under two strategies.");
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
     const axes = kit.h("div", { class: "wbp-segments", role: "radiogroup", "aria-label": "Loss by" }, AXES.map((one) => kit.h("button", { type: "button", role: "radio", onclick: () => { axis = one; drawLoss(); } }, `by ${one[1]}`)));

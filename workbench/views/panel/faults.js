@@ -18,7 +18,7 @@ SECTIONS.push({
     const bandwidth = slider("bandwidth of links (simulated)", "limit for each worker", [0, 100, 1], (v) => (unlimited(v) ? "unlimited" : `${kit.bytes(rate(v))}/s`),
       (v) => app.do("faults.everyone", unlimited(v) ? { clear: "bandwidth" } : { bytes_per_s: rate(v) }));
     everyone.append(jitter.root, latency.root, bandwidth.root);
-    const nolinks = kit.h("small", { class: "wbp-help" }, "Under this strategy, Workbench itself sends no messages. Therefore Workbench cannot slow down the links.");
+    const nolinks = kit.h("small", { class: "wbp-help" }, "Under this strategy, Workbench itself sends no tensors: either the framework sends them, or no tensors are sent. So Workbench cannot slow down the links.");
     lab.append(workers, everyone, nolinks, kit.h("div", { class: "wbp-row" }, clear, same));
     root.append(none, lab);
 

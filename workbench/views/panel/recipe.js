@@ -38,7 +38,7 @@ SECTIONS.push({
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
     const cell = kit.button("To a cell", "Write a %%distributed cell for each selected strategy", toCell);
-    const job = kit.button("To a job", "Write a job folder for each run that the button Run would start. You can start a job on another machine that has Linux, Python and the job's packages", toJob);
+    const job = kit.button("To a job", "Write a job folder for each run of the selected strategies. You can start a job on another machine that has Linux, Python and the job's packages", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
     const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "Cells for the selection", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });

@@ -55,7 +55,7 @@ SECTIONS.push((() => {
     svg.append(kit.svg("path", { d: `M${line(points, "_low")}L${line([...points].reverse(), "_high")}Z`, fill: color, class: "wbp-band" }),
       kit.svg("path", { d: `M${line(points, "")}`, fill: "none", stroke: color, class: "wbp-expected" }));
     for (const p of found.points) {
-      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", far from the measurements" : ""}`;
+      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", less certain" : ""}`;
       svg.append(kit.svg("circle", { cx: x(p.workers), cy: y(value(p)), r: 7, stroke: color, class: "wbp-ring" }, kit.svg("title", {}, document.createTextNode(said))));
     }
   }
@@ -145,7 +145,7 @@ SECTIONS.push((() => {
       const counts = [...new Set(made.map((c) => c.predicted.workers))].sort((a, b) => a - b).join(" and ");
       const picture = kit.svg("svg", { width: 36, height: 14, class: "wbp-ringkey", "aria-hidden": "true" },
         kit.svg("rect", { width: 36, height: 14, class: "wbp-band" }), kit.svg("path", { d: "M0 7H12M24 7H36", class: "wbp-expected" }), kit.svg("circle", { cx: 18, cy: 7, r: 5.5, class: "wbp-ring" }));
-      const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded area: no measured runs." : "";
+      const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded area: no run with so many workers was measured." : "";
       keys.push(kit.h("li", {}, picture, `Circles: predicted from runs with ${counts} workers. Band: should contain 90 % of runs. Dots: measured.${shaded}`));
     }
     const reasons = new Map(), many = shown.curves.length;
@@ -172,7 +172,7 @@ SECTIONS.push((() => {
     let value = null, drawn = 0;
     const none = kit.h("p", { class: "wbp-empty" });
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
-    const price = kit.field({ kind: "str", label: "Price of a worker-hour", help: "to show the cost of an epoch", placeholder: "2.5", onchange: (v) => app.do("scaling.price", { value: v }) });
+    const price = kit.field({ kind: "str", label: "Price of a worker-hour", help: "to show the cost of an epoch (or of 1M samples)", placeholder: "2.5", onchange: (v) => app.do("scaling.price", { value: v }) });
     const beside = kit.field({ kind: "bool", label: "Published curves", onchange: (v) => app.do("scaling.published", { on: v }) });
     const expected = kit.field({ kind: "bool", label: "Predicted curves", onchange: (v) => app.do("scaling.predicted", { on: v }) });
     const speed = kit.h("div"), share = kit.h("div"), legend = kit.h("ul", { class: "wb-legend" }), others = kit.h("ul", { class: "wb-legend" });

@@ -163,7 +163,7 @@ class App {
     this.body.inert = Boolean(gone);
     this.root.classList.toggle("wbp-dead", Boolean(gone));
     kit.show(this.state, Boolean(gone) || silent);
-    kit.text(this.state, gone || (silent ? "The kernel does not answer. It may be busy. Your clicks take effect when it answers." : ""));
+    kit.text(this.state, gone || (silent ? "The kernel does not answer. Perhaps it is busy. Your clicks take effect when the kernel answers." : ""));
   }
 
   drawNotices(notices) {

@@ -203,11 +203,11 @@ SECTIONS.push({
         field("steps", "int", "Steps", "instead of epochs", { min: 1, ...as }),
         field("batch_size", "str", "Batch size", "samples per step, on all workers together; you can type several sizes: 64,128", as),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
-        field("inject", "str", "Faults from the start", "for example slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
+        field("inject", "str", "Faults to inject", "for example slow=1:50ms (worker 1 takes 50 ms longer in each step), jitter=20ms (every worker takes a random time of up to 20 ms longer in each step), kill=1@100 (worker 1 is killed before step 100)", { placeholder: "none" }),
         field("name", "str", "Name", "name of the run, to find it again", { placeholder: "strategy name" }),
-        field("checkpoint", "str", "Checkpoint folder", "folder for checkpoints, to continue later", { placeholder: "none" }),
+        field("checkpoint", "str", "Checkpoint folder", "folder for checkpoints, to continue the run later", { placeholder: "none" }),
         field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
-        field("on_failure", "str", "When an engine dies", "stop (the run), continue (with fewer workers), replace (the engine) or heal (the other workers continue, and a new engine joins them). An empty field chooses stop, or replace if there is a checkpoint folder", { placeholder: "automatic" }),
+        field("on_failure", "str", "When an engine dies", "stop: end the run; continue: go on with fewer workers; replace: start a new engine (needs a checkpoint folder); heal: the other workers continue, and a new engine joins them. Default: stop; with a checkpoint folder: replace", { placeholder: "automatic" }),
         field("log", "str", "Log to", "tensorboard:FOLDER, mlflow:URI, wandb:PROJECT or trackio:PROJECT", { placeholder: "none" }),
       ];
       const element = kit.h("div", { class: "wbp-common", role: "group", "aria-label": "For all runs" }, kit.h("div", { class: "wbp-group-title" }, "For all runs"), kit.h("div", { class: "wbp-common-fields" }, fields.map(([name, one]) => { one.root.classList.add(`wbp-of-${name}`); return one.root; })));

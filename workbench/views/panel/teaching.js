@@ -52,7 +52,7 @@ SECTIONS.push((() => {
     const victim = kit.h("select", { class: "wbp-input", "aria-label": "What if this worker were as fast as the others?", onchange: () => { seen.what = ""; ask(); } });
     const what = frame("What if one worker were as fast as the others");
     what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
-    const calibrate = kit.button("Check the measurement", "Calibration: in a separate small run, delay worker 1 by 50 ms in each step, and show the measured delay", doCalibrate);
+    const calibrate = kit.button("Check the measurement", "Calibration: delay worker 1 by 50 ms in each step of a small separate run, and show the measured delay", doCalibrate);
     const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read wbp-scroll", tabindex: "0", role: "region", "aria-label": "Results of the calibration" });
     const stepper = kit.h("div", { class: "wbp-row" }, which.root, again, hint);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));

@@ -198,9 +198,9 @@ def _predicted_words(scaling: Scaling) -> list[str]:
         counts = " and ".join(str(count) for count in sorted({one.workers for one in made}))
         said = f"Circles: predicted from runs with {counts} workers."
         said += " Band: should contain 90 % of runs."
-        shaded = (
-            " Shaded area: no measured runs." if max(scaling.axis) > max(scaling.workers) else ""
-        )
+        shaded = ""
+        if max(scaling.axis) > max(scaling.workers):
+            shaded = " Shaded area: no run with so many workers was measured."
         found += wrapped(f"{said} Dots: measured.{shaded}", _KEY_PT, room_in)
     for why in not_predicted(scaling.curves):
         found += wrapped(why, _KEY_PT, room_in)
@@ -429,7 +429,7 @@ def _draw_steps(page: _Page, scaling: Scaling, rows: Sequence[Row], bars_in: flo
     right_in = 3.1 if costs else 0.85
     width = WIDTH_IN - left_in - right_in - EDGE_IN
     axes = page.axes(left_in, width, bars_in)
-    frame(axes, "Parts of a step's time, for each strategy and number of workers")
+    frame(axes, "Where a step's time goes, for each strategy and number of workers")
     _row_axis(axes, names)
     longest = max((point.row.step_s for _, point in rows), default=0.0)
     if not rows:

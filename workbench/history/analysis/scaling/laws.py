@@ -127,8 +127,8 @@ def _line(name: Name, workers: Floats, rates: Sequence[Spread], base_per_s: floa
         what = "time" if strong else "throughput"
         return Law(
             name,
-            why_not=f"{name}'s law does not describe these runs: by the fitted law, the {what} of "
-            "at least one run would be 0 or less",
+            why_not=f"{name}'s law does not describe these runs: the best fit of the law gives an "
+            f"impossible {what} (0 or less) for at least one run",
         )
     serial = float(constant / whole)
     chi = float((((measured - predicted) / sigma) ** 2).sum()) / (len(workers) - 2)

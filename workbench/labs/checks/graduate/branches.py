@@ -254,7 +254,7 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
     short = np.array([one[3] for one in drawn])
     c.need(
         abs(float(short.std()) / asked - 1) < 0.03,
-        "The check called `private_update` with an update of zeros, norm=2 and z=1.5. The noise of "
+        "The check ran `private_update` on an update of zeros, with norm=2 and z=1.5. The noise of "
         f"a branch then has the standard deviation {float(short.std()):.3g}, which is not right.",
         "add noise to every update: the size of the noise depends on the arguments `norm` and "
         "`z`, but not on the numbers in the update",
@@ -309,8 +309,9 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     c.need(
         bool((np.abs(sizes - 1) < 0.45).all()) and abs(float(np.mean(sizes)) - 1) < 0.15,
         "With z = 1, the noise in the messages to the office has a wrong standard deviation. For "
-        f"rounds 0 to {len(sizes) - 1}, the ratio of the measured value to the right value is "
-        f"{', '.join(f'{one:.2f}' for one in sizes)}. In each round, this ratio must be near 1.",
+        f"rounds 0 to {len(sizes) - 1}, the ratios of the measured to the right standard deviation "
+        f"are {', '.join(f'{one:.2f}' for one in sizes)}. In each round, this ratio must be near "
+        "1.",
         "in each round, a branch adds its part of the noise once, before it sends the update",
     )
     c.need(
@@ -463,7 +464,8 @@ def secure(c: Check) -> None:
             f"secure_sum(v, {turn + 3}, office) used the masks of the rounds {one[8][1][1]}, "
             f"but it must use the masks of round {turn + 3}.",
             "pass `number` on to `masked`. If a branch uses the same masks in two rounds, the "
-            "office can subtract one message from the other. Then the masks cancel",
+            "office can subtract the branch's message of one round from its message of the other "
+            "round. Then the masks cancel",
         )
     noise = np.array([floats(c, one[3], "masked", (2000,)) for one in found]) / _R
     uniform = np.abs(np.sort(noise, axis=1) - np.linspace(0, 1, 2000)).max()

@@ -81,7 +81,7 @@ def _labs_data(seed):
 """
 _ORDER = (
     "which line raises the error? If the error is about sizes: all workers must send the same "
-    "messages in the same order. If a .grad is None, send zeros that have the type of the parameter"
+    "messages in the same order. If a .grad is None, send zeros of the parameter's shape and type"
 )
 
 _FORGET = """
@@ -351,10 +351,10 @@ def buckets(c: Check) -> None:
         filled(c, found, "make_buckets")
         got = [[int(place) for place in bucket] for bucket in found]
         wanted = _buckets(sizes, frozen, limit // of_one)
-        case = f"For parameters of {[of_one * n for n in sizes]} bytes (float{8 * of_one}"
-        case += f"; the parameters at positions {frozen} are frozen)" if frozen else ")"
-        case += f" and a limit of {limit} bytes, `make_buckets` returned buckets with the "
-        case += f"parameters at positions {got}"
+        case = f"The parameters have {[of_one * n for n in sizes]} bytes (float{8 * of_one}), and "
+        case += f"the limit is {limit} bytes. "
+        case += f"The parameters at positions {frozen} are frozen. " if frozen else ""
+        case += f"`make_buckets` returned buckets with the parameters at positions {got}"
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
@@ -428,11 +428,11 @@ def _trained(
         c.need(
             values.shape == truth.shape and bool(np.allclose(values, truth, atol=1e-10)),
             f"After `finish()`, worker {rank} does not have the means of the gradients ({where}).",
-            "the gradients of a bucket can arrive in any order: register a hook for each "
-            "parameter, and begin a bucket's message when the hooks of all its parameters have run"
+            "the gradients of a bucket can arrive in any order. Register a hook for each "
+            "parameter. Begin the message of a bucket when the hooks of all its parameters have run"
             if crossed
-            else "if a bucket is still incomplete after the backward pass, `finish` must begin the "
-            "bucket's message, and must also prepare this bucket for the next step"
+            else "if a bucket is still incomplete after the backward pass, `finish` must send the "
+            "bucket's message, and must reset this bucket for the next step"
             if unused == "step 0"
             else "if a parameter gets no gradient in the last backward pass, its .grad still has "
             "the gradient of an earlier pass: send this .grad, and not zeros"
@@ -475,7 +475,7 @@ def parallel(c: Check) -> None:
         f"the first step, {early[0]} messages began early enough. In the second step, "
         f"{early[1]} messages began early enough",
         "when a hook gets the last gradient of a bucket, begin the bucket's message in this hook. "
-        "Prepare the next step in `finish`",
+        "At the end of `finish`, prepare the buckets for the next training step",
     )
     waits = max(int(worker[4]) for worker in small)
     c.expect(
@@ -488,7 +488,7 @@ def parallel(c: Check) -> None:
     left = max(int(worker[5]) for worker in small)
     c.need(
         not left,
-        f"In two training steps, `finish` did not wait for {left} of a worker's messages.",
+        f"In two training steps, a worker began messages for which `finish` did not wait: {left}.",
         "call wait() on the result of each wire.begin(...): if a message failed, wait() says why",
     )
     whole = _trained(c, "DataParallel", _LARGE)
@@ -508,12 +508,12 @@ def parallel(c: Check) -> None:
     earliest = min(int(worker[3][step]) for worker in crossed for step in (1, 4))
     c.need(
         earliest >= 4,
-        "The check also used a model that calls its last module directly after its first module. "
-        "In its backward pass, some later buckets are complete before bucket 0. But messages must "
-        "keep the order of the buckets. At least 4 of 7 messages must begin before the backward "
-        f"pass reaches the first layer. In a step, only {earliest} of them began early enough.",
-        "after you begin a message, look at the next bucket: if it is complete, begin its message "
-        "too",
+        "The check also used a model that does not use its layers in the listed order: it uses the "
+        "layer that is listed last directly after the first one. In the backward pass of this "
+        "model, some other buckets are complete before bucket 0. But messages must keep the order "
+        "of the buckets. At least 4 of 7 messages must begin before the backward pass reaches the "
+        f"first layer. In one of the steps, only {earliest} of the 7 messages began early enough.",
+        "when a message begins, look at the next bucket: if it is complete, begin its message too",
     )
     c.expect(True, "the means are right even if one worker did not use a layer", "")
 
@@ -544,13 +544,13 @@ def accumulating(c: Check) -> None:
         "with the added gradients begin during this backward pass",
         f"after no_sync(), the first step sent {told[0][1]} messages and the second step sent "
         f"{told[0][5]}. Each step must send 7 messages, and at least 4 must begin before the "
-        f"backward pass reaches the first layer. In one of these steps, {early} began early enough",
+        f"backward pass reaches the first layer. In one step, {early} messages began early enough",
         "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", 200, quiet=True)
     _trained(c, "Accumulating", _SMALL, quiet=True, unused="pass 2")
     _trained(c, "Accumulating", _SMALL)
-    c.expect(True, "without no_sync() the gradients of every backward pass are still averaged", "")
+    c.expect(True, "without no_sync(), the gradients of every backward pass are averaged", "")
 
 
 @exercise("10.8", "Exposed time in Workbench")

@@ -213,7 +213,7 @@ def held(c: Check) -> None:
                 "by N? "
                 "Do not round the result",
             )
-    c.expect(True, "`held_bytes` is right for every ZeRO stage", "")
+    c.expect(True, "`held_bytes` returns the right number of bytes for every ZeRO stage", "")
     for memory, workers in ((80e9, 64), (1_000_010, 3), (24e9, 1)):
         for stage in range(4):
             found = c.number_from("largest", memory, workers, stage)
@@ -309,13 +309,13 @@ def zero(c: Check) -> None:
         "each worker updates its part with the mean of all workers' gradients; then every worker "
         "collects the new parts of all workers",
     )
-    c.expect(True, "the weights equal those that an undivided optimizer gives", "")
+    c.expect(True, "the weights equal the weights with ordinary AdamW", "")
     part_bytes = 3 * 8 * math.ceil(float(found[0][2]) / workers)  # amsgrad=True: three tensors
     whole = [float(one[5]) for one in found if float(one[5]) != part_bytes]
     c.need(
         not whole,
-        f"On a worker, the state of `self.optimizer` has {max(whole, default=0):g} bytes, but the "
-        f"state for one worker's part must have {part_bytes} bytes.",
+        f"On a worker, the state of `self.optimizer` has {max(whole, default=0):g} bytes. But the "
+        f"state for this worker's part of the parameters must have {part_bytes} bytes.",
         "make one parameter for this worker's part, and give only this parameter to make_optimizer",
     )
     part = math.ceil(float(found[0][2]) / workers)
@@ -333,7 +333,8 @@ def zero(c: Check) -> None:
         f"state_bytes() returned {max(other, default=0):g}, but the state for a worker's part has "
         f"{part_bytes} bytes",
         "in the state of `self.optimizer`, add up the bytes of all tensors with more than one "
-        "number. The check uses AdamW with amsgrad=True, which has one more such tensor than Adam",
+        "number. The check uses AdamW with amsgrad=True. For each parameter, its state has one "
+        "more tensor than the state of Adam",
     )
     names = [[str(name) for name in one[3]] for one in found]
     c.expect(
@@ -384,7 +385,7 @@ def saved_state(c: Check) -> None:
         f"The saved state differs by {off:.2g} from the state of an ordinary AdamW.",
         "save every entry of the state under its name, and put the parts in the order of the ranks",
     )
-    c.expect(True, "the saved state equals the state of an undivided optimizer", "")
+    c.expect(True, "the saved state equals the state of an ordinary AdamW", "")
     c.need(
         all(one[4] for one in found),
         "The dictionary of `whole_state()` changed when the training continued.",
@@ -471,8 +472,8 @@ def _divided(
     c.need(
         not other,
         f"Worker {rank} sent a tensor with {max(other, default=0)} numbers. But a worker may send "
-        "only two tensors: the tensor that it adds to the result, and the gradient that it "
-        f"computes for the input. Each of these two tensors has {whole} numbers.",
+        "only two tensors. The first is the tensor that it adds to the result. The second is the "
+        f"gradient that it computes for the input. Each of these two tensors has {whole} numbers.",
         "do not send weights: apply CopyIn to the input, and SumOut to the tensor that this worker "
         "adds to the result",
     )
@@ -573,7 +574,8 @@ def attention(c: Check) -> None:
 def saved(c: Check) -> None:
     """Call `saved_bytes` with a model and with functions whose saved tensors are known."""
     have(c, "saved_bytes")
-    hint = "`function` may be a plain Python function, which has no method parameters()"
+    hint = "your code must also work if `function` is a plain Python function: such a function "
+    hint += "has no method parameters()"
     answers: list[list[Any]] = c.ask(_SAVED + _LOOK, hint=hint)[0]
     (net, net_true), (square, square_true), (twice, twice_true), (plus, plus_true), *more = answers
     (views, views_true), (deep, deep_true) = more
@@ -594,10 +596,10 @@ def saved(c: Check) -> None:
         f"For an MLP with 16 samples, `saved_bytes` returned {float(net):g}. But the input of "
         "the MLP, the input of GELU and the output of GELU have "
         f"{float(net_true):g} bytes in total.",
-        "autograd saves weights too, but they are not activations: do not count tensors with the "
-        "data_ptr() of a parameter"
+        "autograd saves weights too, but weights are not activations. Do not count a tensor if its "
+        "data_ptr() is that of a parameter"
         if float(net) > float(net_true)
-        else "tensors with different data_ptr() count separately, even if their shapes are equal",
+        else "if two tensors have different data_ptr(), count both, even if their shapes are equal",
     )
     c.need(
         float(plus) == float(plus_true),

@@ -178,7 +178,8 @@ def feedback(c: Check) -> None:
     draw = np.random.default_rng(122)
     gradients = draw.normal(size=(7, workers, 6)).round(3) + 3e-4  # no sum lies between two halves
     source = SENT + _FEEDBACK.format(gradients=gradients.tolist())
-    found = c.ask(source, limit_s=LIMIT_S, hint="use the formulas of section 2 in their order")
+    hint = "use the formulas of section 2, in the order in which they stand there"
+    found = c.ask(source, limit_s=LIMIT_S, hint=hint)
     trials = [(kind, used) for kind in ("largest", "halves") for used in (True, False)]
     for place, (kind, used) in enumerate(trials):
         size, message_bytes = (6, 8) if kind == "largest" else (4, 4)
@@ -231,8 +232,8 @@ def feedback(c: Check) -> None:
             )
     c.expect(
         True,
-        "with feedback, each worker's unpacked messages plus its last `error` equal the sum of its "
-        "own gradients",
+        "with feedback, for each worker: (sum of its unpacked messages over all steps) + (its last "
+        "`error`) = (sum of its gradients)",
         "",
     )
 
@@ -422,7 +423,8 @@ def gossip(c: Check) -> None:
             f"{matrix.sum(1).round(2).tolist()}.",
             "a ring has no ends: worker 0 and worker n-1 are neighbours"
             if not np.allclose(matrix.sum(1), 1)
-            else "section 5 says which numbers each row of a ring's matrix has, and where",
+            else "section 5 says which numbers stand in each row of a ring's matrix, and in which "
+            "columns",
         )
     c.expect(True, "`ring_matrix` is right", "")
     swap = np.array([[0.1, 0.9], [0.9, 0.1]])
@@ -434,8 +436,8 @@ def gossip(c: Check) -> None:
         found = c.number_from("second_eigenvalue", matrix)
         c.need(
             math.isclose(found, second, abs_tol=1e-6),
-            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}. But this is "
-            "not the second largest of the eigenvalues' magnitudes.",
+            f"second_eigenvalue({matrix.tolist()}) returned {found:.4g}. But among "
+            "the magnitudes of the eigenvalues, this is not the second largest.",
             "sort the magnitudes of the eigenvalues: an eigenvalue of -0.8 counts as 0.8",
         )
     for matrix, factor, rounds in (
@@ -476,11 +478,11 @@ def gossip(c: Check) -> None:
         found = c.number_from("decay", spreads.tolist())
         c.need(
             math.isclose(found, slope, rel_tol=1e-3),
-            f"decay({spreads.round(3).tolist()}) returned {found:.4g}, which is not the number by "
-            "which a round multiplies this spread.",
+            f"decay({spreads.round(3).tolist()}) returned {found:.4g}. But a round does not "
+            "multiply the spread by this number.",
             "fit a straight line through the logarithms of all spreads, and return exp(slope)",
         )
-    c.expect(True, "`decay` returns the number by which a round multiplies a spread", "")
+    c.expect(True, "`decay` is right", "")
 
 
 def _matrix(c: Check, value: Any, name: str, n: int) -> Floats:

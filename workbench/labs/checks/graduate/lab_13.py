@@ -256,7 +256,7 @@ def used(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             close(found, value, SHARE),
-            f"`{name}` agrees with the median time of a step",
+            f"`{name}` was computed from the median time of a step",
             f"`{name}` is {found:.4g}, which does not agree with `step_time_s`",
             "call `mfu` with three arguments: the result of `step_flops` for this run, "
             "`step_time_s`, and the peak"
@@ -453,9 +453,10 @@ def slowest(c: Check) -> None:
         ),
         "`slowest_error` takes the slowest worker into account",
         f"`slowest_error` is {found:.3g}, which does not agree with the runs 'two' and 'many'",
-        "add expected_slowest(times_s, MANY) - expected_slowest(times_s, 2) to your prediction. "
-        "Here `times_s` are the compute times of all workers of `two`, without step 0. The error "
-        "is the measured time divided by the predicted time, minus 1",
+        "first correct your prediction: add expected_slowest(times_s, MANY), and subtract "
+        "expected_slowest(times_s, 2). Here `times_s` are the compute times of all workers of "
+        "`two`, without step 0. Then compute `slowest_error` like `own_error`: divide the measured "
+        "time by the predicted time, and subtract 1",
     )
     rows = (many.history["rank"] == 0) & (many.history["step"] >= 1)
     values = many.history["step_s"][rows]

@@ -379,7 +379,8 @@ def check_callbacks(callbacks: Any) -> None:
                 "Strategy parameter_server cannot call a callback for each batch, because its "
                 "workers train on the batches in no fixed order.",
                 seen=own or f"{kind.__name__}.{hooks[0]}",
-                allowed="callbacks for epochs: on_epoch_begin, on_epoch_end, on_train_end",
+                allowed="callbacks that are not called for each batch, for example callbacks with "
+                "on_epoch_begin, on_epoch_end or on_train_end",
                 next_step=f"use {named}='epoch'" if own else OTHER_WAY,
                 code="WB-FIT-092",
             )

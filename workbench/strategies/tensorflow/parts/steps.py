@@ -489,7 +489,7 @@ def check_unsaved(context: RunContext) -> None:
         raise FitError(
             "--checkpoint cannot be used with your own TensorFlow loop, because Workbench does not "
             "know which variables the loop trains.",
-            seen="--checkpoint, and training without model.fit and wb.fit",
+            seen="--checkpoint, and a loop that uses neither model.fit nor wb.fit",
             allowed="--checkpoint with model.fit or wb.fit",
             next_step="remove --checkpoint, and use tf.train.Checkpoint in your loop",
             code="WB-FIT-081",

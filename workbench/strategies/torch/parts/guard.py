@@ -106,8 +106,8 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
     dist.all_gather(every, own)
     if any(not torch.equal(other, own) for other in every):
         raise FitError(
-            "The workers cannot train together, because their models differ: the tensors must have "
-            "the same names, shapes, types and requires_grad on every worker.",
+            "The workers cannot train together, because their models differ. On every worker, the "
+            "model's tensors must have the same names, shapes, types and requires_grad.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
             next_step="build the same model on every worker, independent of the rank",
             code="WB-FIT-127",

@@ -402,7 +402,8 @@ class Reduction:
             raise unused(
                 named[0]
                 if named
-                else "a parameter whose only gradient is from an earlier backward pass"
+                else "a parameter that got no gradient in this backward pass; its gradient is "
+                "from an earlier backward pass"
             ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:

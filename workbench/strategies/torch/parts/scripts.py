@@ -257,7 +257,7 @@ class _Scripts:
         if self.loop is not None:
             self.loop.close()
         elif context.updates and not (context.taken_over or context.strategy):
-            why = "the optimizers' parameters belong to no torch.nn.Module, or backward() was not"
+            why = "the optimizers' parameters are not in a torch.nn.Module, or backward() was not"
             text = f"Nothing was recorded. Either {why} called."
             context.emit(events.Noted(rank=context.spec.rank, text=text))
         self._stands_down = True

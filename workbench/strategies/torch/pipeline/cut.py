@@ -138,7 +138,7 @@ def cut(
     if bounds is None and isinstance(model, Stages):
         if len(layers) != stages:
             fits, rest = divmod(len(layers), stages // workers)
-            more = "" if rest else f"use -n {fits} (with hybrid: -o stages={fits}), or "
+            more = "" if rest else f"use -n {fits} (under hybrid: -o stages={fits}), or "
             raise FitError(
                 "If the model is a list of modules, the list must contain one module for each "
                 "stage.",

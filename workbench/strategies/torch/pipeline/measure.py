@@ -83,7 +83,7 @@ def check_enough(
         fewer = (
             f"-o stages_per_worker={fits}"
             if per_worker > 1 and fits
-            else (f"fewer workers with -n {least} (with hybrid: -o stages={least})")
+            else f"fewer workers: -n {least} (under hybrid: -o stages={least})"
         )
         raise FitError(
             "The model has fewer layers than the pipeline has stages.",
@@ -126,8 +126,8 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
                 allowed=", ".join(names),
                 next_step=f"did you mean {guess!r}?"
                 if guess
-                else "name the layers that begin a stage, or remove split_at: Workbench then "
-                "measures the time of each layer and divides the layers among the stages",
+                else "name the layers that begin a stage, or remove split_at. Without split_at, "
+                "Workbench measures the time of each layer and divides the layers among the stages",
                 code="WB-FIT-138",
             )
     bounds = [0, *cuts, len(layers)]
@@ -145,7 +145,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
             seen=f"split_at={split_at} gives {len(bounds) - 1} stages",
             allowed=f"{stages} stages, so {_layers(stages - 1)} in split_at",
             next_step=f"name {_layers(stages - 1)} in split_at, or change the number of stages "
-            "with -n (with hybrid: -o stages)",
+            "with -n (under hybrid: with -o stages)",
             code="WB-FIT-140",
         )
     return bounds

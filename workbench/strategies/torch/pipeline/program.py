@@ -72,8 +72,8 @@ class Program:
         for tensor in chosen:
             if not tensor.dim() or len(tensor) != samples:
                 raise FitError(
-                    "The first dimension of each tensor that the model gets must be the number of "
-                    "samples, because Workbench divides the tensor into microbatches.",
+                    "Workbench divides each input tensor of the model into microbatches. So the "
+                    "first dimension of each input tensor must be the number of samples.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
                     next_step="if a tensor is the same for all samples, store it in the model "
                     "as a buffer",

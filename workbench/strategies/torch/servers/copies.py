@@ -5,9 +5,9 @@
                            v
                         server s+1           the copy server: a separate thread holds the copy
 
-Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
-Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3 (a second server
-receives only the sum of the workers' gradients).
+Sources: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
+Availability, OSDI 2004. For parameter servers: Li et al., OSDI 2014, section 4.3 (there, a second
+server receives only the sum of the workers' gradients).
 
 The servers form a ring. Each server holds its own part of the parameters. It also holds a copy of
 another part: the part that belongs to the previous server in the ring. If there is only one part,
@@ -23,10 +23,11 @@ The copy server takes the same step. So the copy has the same parameters, optimi
 version as the original, bit for bit. The server answers a worker only after the copy server has
 confirmed the step.
 
-In a synchronous step, a push waits until the pushes of all workers have arrived. The copy server
-does not receive a push that waits. If the server dies, the worker sends this push again, because
-the push has no answer yet. Under `parameter_server` with `max_staleness`, a push does not wait. The
-server and the copy server take its step immediately. Only the answer to the push may have to wait.
+In a synchronous step, a push waits until the pushes of all workers have arrived. While a push
+waits, nothing of it is sent to the copy server. If the server dies, the worker sends this push
+again, because the push has no answer yet. Under `parameter_server` with `max_staleness`, a push
+does not wait. The server and the copy server take its step immediately. But the server may send
+the answer to the push later.
 
     the server dies       the copy server first receives everything that the server had sent, then
                           it answers the workers. Each worker switches to the copy server and

@@ -179,8 +179,8 @@ class Remote:
                         "servers received the model, this parameter was frozen or not in the "
                         "optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
-                        allowed="only parameters that were in the optimizer, and not frozen, when "
-                        "the servers received the model",
+                        allowed="only parameters that were in the optimizer and were not frozen "
+                        "when the servers received the model",
                         next_step="before wb.prepare, unfreeze all layers, and give all their "
                         "parameters to the optimizer. After wb.prepare, freeze the layers that "
                         "must not train yet. Or use the strategy `mirrored`",

@@ -14,7 +14,8 @@ the run ends with an error (`check_row_wise`).
 
 The number of rows in a message differs from step to step. So the size of these messages is not
 fixed; it only has an upper limit. Workbench uses shared memory only for messages of a fixed size.
-So these messages always use a socket, even where messages of whole tensors use shared memory.
+So these messages always use a socket. Messages that contain only whole tensors can use shared
+memory.
 """
 
 from __future__ import annotations
