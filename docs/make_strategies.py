@@ -47,8 +47,8 @@ Under `mirrored`, the gradients are averaged when a backward pass ends. The loss
 gradient penalty (`torch.autograd.grad`). During the loop you can freeze, unfreeze and add layers,
 and replace the optimizer. Make each such change at the same step on every rank. In a block with
 `model.no_sync()`, each worker adds up its own gradients without averaging, as in
-DistributedDataParallel. Every other strategy has its own section on this page. This section says
-what the workers of the strategy exchange.
+DistributedDataParallel. Every other strategy has its own section on this page. That section
+explains what its workers exchange.
 
 If a loop trains several models, call `wb.prepare` for each pair of model and optimizer. Pass the
 loader with the first pair:

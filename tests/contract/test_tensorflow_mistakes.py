@@ -256,7 +256,7 @@ def test_a_strategy_of_another_kind_than_the_line_names_is_refused_with_the_word
         (
             HEAD + "model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))\n"
             "model.fit(x, np.arange(64) % 5)",
-            ["label 4 ", "3 outputs"],
+            ["label 4:", "3 outputs"],
         ),
         (
             COMPILED + "def read(a): raise KeyError('no such file')\n"

@@ -356,7 +356,7 @@ class Calibration:
             Reading("sync wait of worker 1", milliseconds(self.own_ms), most,
                     self.own_ms <= within),
             Reading("worker 1 is named as the cause of the wait",
-                    f"in {self.named_share:.0%} of {self.steps} steps", "at least 95%",
+                    f"for {self.named_share:.0%} of the waits ({self.steps} steps)", "at least 95%",
                     self.named_share >= 0.95),
             Reading("time between steps (wall time minus the time inside steps)",
                     shares if known else UNKNOWN, f"at most {MOST_RESIDUAL:.0%}",

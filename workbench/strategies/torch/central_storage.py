@@ -11,11 +11,11 @@ Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSD
 
 The loss of worker r is multiplied by samples_r / samples (the size of its share, divided by the
 size of the batch). So the sum of the gradients is the gradient of the whole batch, even if shares
-are unequal. The server always adds the gradients in the order of the ranks, so two runs with the
-same seed end with the same weights, bit for bit. Clipping needs the sum of the gradients, so the
-server clips the sum and then takes the optimizer's step. The optimizer's state exists only once.
-The learning rate, the momentum and the other settings come from the user's optimizer and scheduler
-on worker 0.
+are unequal. The server always adds the gradients in the order of the ranks, so on the same CPUs two
+runs with the same seed end with the same weights, bit for bit. Clipping needs the sum of the
+gradients, so the server clips the sum and then takes the optimizer's step. The optimizer's state
+exists only once. The learning rate, the momentum and the other settings come from the user's
+optimizer and scheduler on worker 0.
 
 In each step a worker sends the whole gradient and receives all parameters. For embedding tables
 with sparse gradients it sends and receives only the needed rows (`servers/rows.py`). All these
