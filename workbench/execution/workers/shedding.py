@@ -239,7 +239,8 @@ def shed_words(event: Shed, who: str, before: int) -> str:
     shares = " + ".join(map(str, event.shares))
     batch = f"{shares} = {sum(event.shares)}"
     if not event.ranks:
-        return f"No worker is slow any more. From step {event.step} on, the batch is divided equally again."
+        again = f"From step {event.step} on, the batch is divided equally again."
+        return f"No worker is slow any more. {again}"
     return (
         f"{who} was slow for {event.slow_s:.0f} s: it took {event.ratio:.1f} times as long as the "
         f"other workers to finish a share. Its share was {before} samples. From step {event.step} "
