@@ -40,7 +40,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add(
         "--on-cpu",
         action="store_true",
-        help="with --gpu-test: run all parts of the test on the CPU",
+        help="with --gpu-test: run the test only on the CPU",
     )
     add("--quick", action="store_true", help="with --gpu-test: run a shorter test")
     add("--only", metavar="PART[,PART]", default="",

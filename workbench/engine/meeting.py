@@ -358,7 +358,7 @@ def _is_loopback(host: str) -> bool:
 
 def _no_meeting(seen: str) -> ClusterError:
     return ClusterError(
-        "This process received no valid message from another process of the job.",
+        "This process received no valid message from at least one other process of the job.",
         seen=seen,
         allowed=f"all processes of the job must start within {MEET_S:g} s",
         next_step="look at the logs of the other processes: one of them may have failed earlier. "

@@ -182,7 +182,7 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
         next_step=f"continue from this checkpoint: wb.resume({folder!r})"
         if folder
         else "run the cell again with --checkpoint DIR or --on-failure heal. With --checkpoint "
-        "DIR, you can continue the new run after it has stopped. With --on-failure heal, the other "
-        "workers continue when a worker has to leave",
+        "DIR, you can continue the new run after it has stopped. With --on-failure heal (not under "
+        "every strategy), the other workers continue when a worker has to leave",
         code="WB-RUN-149",
     )

@@ -14,8 +14,8 @@ Then the servers apply these gradients:
 
 No worker waits for another, so there is no sync wait. The disadvantage is staleness: other workers
 push between a worker's pull and its push. With n equally fast workers the mean staleness is n - 1.
-A slow worker takes fewer closures. In `run.history`, each closure is one row. The row contains the
-rank of the worker that ran the closure. With n workers, each push uses 1/n of a batch.
+A slow worker takes fewer closures. In `run.history`, each closure that trains is one row. The row
+contains the rank of the worker that ran the closure. With n workers, each push uses 1/n of a batch.
 
 When a worker dies, the run continues: the dead worker's closure runs again on another worker. So
 every closure runs at least once, and some run several times. When a server dies, its variables are

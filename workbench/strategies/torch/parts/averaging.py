@@ -207,9 +207,9 @@ class Averaging:
                 events.Warned(
                     rank=0,
                     text="The bandwidth and latency of --inject have no effect, because the "
-                    "backend (gloo or NCCL) averages this run's gradients. Workbench cannot delay "
-                    "the backend's messages. To simulate links, choose an algorithm, for example "
-                    "-o allreduce=ring.",
+                    "backend (such as gloo or NCCL) averages this run's gradients. Workbench "
+                    "cannot delay the backend's messages. To simulate links, choose an algorithm, "
+                    "for example -o allreduce=ring.",
                 )
             )
 
