@@ -252,7 +252,7 @@ def test_a_case_with_numbers_of_another_seed_is_refused(begun, monkeypatch):
     case = blind.case("A")
     blind.seal(case, "mirrored", 100)
     blind.run(case)
-    assert "the numbers" in repr(checked("A"))
+    assert "The numbers" in repr(checked("A"))
 
 
 def test_beginning_again_forgets_what_was_sealed(begun):
