@@ -122,8 +122,9 @@ class Option:
             "str": "text",
         }
         text = words[self.kind]
-        if self.kind == "int" and (self.minimum, self.maximum) == (1, 2):
-            text = "1 or 2"
+        two = self.kind == "int" and self.minimum is not None and self.maximum == self.minimum + 1
+        if two:
+            text = f"{self.minimum:g} or {self.maximum:g}"
         elif self.minimum is not None and self.maximum is not None:
             text += f" from {self.minimum:g} to {self.maximum:g}"
         elif self.minimum is not None:
